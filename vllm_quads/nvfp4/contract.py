@@ -126,9 +126,7 @@ class Contract:
 
     def __post_init__(self) -> None:
         if not self.targets:
-            raise ContractError(
-                "targets: is empty, so no tensor would be quantized; name at least one pattern"
-            )
+            raise ContractError("targets: is empty, so no tensor would be quantized; name at least one pattern")
         if not 0.0 <= self.compensation.ratio <= 1.0:
             raise ContractError(f"compensation.ratio: is {self.compensation.ratio}, expected 0 to 1")
         for name in ("keep_first_layers", "keep_last_layers"):
@@ -198,11 +196,7 @@ class Contract:
                 )
         if not chosen:
             moe = any(kind_of(n) is Kind.EXPERT for n in weights)
-            why = (
-                ""
-                if moe
-                else " The model has no routed experts: name its linears, for example '*.mlp.*_proj'."
-            )
+            why = "" if moe else " The model has no routed experts: name its linears, for example '*.mlp.*_proj'."
             raise ContractError(
                 f"targets: {list(self.targets)} select no weight of this model "
                 f"(names look like {next(iter(weights), '(none)')!r}).{why}"
@@ -226,7 +220,8 @@ class Contract:
         }
         if kind in reasons:
             raise ContractError(
-                f"{name}: QUADS does not quantize a {kind.value} ({reasons[kind]}); narrow `targets` or add it to `ignore`"
+                f"{name}: QUADS does not quantize a {kind.value} ({reasons[kind]}); "
+                f"narrow `targets` or add it to `ignore`"
             )
         if k % BLOCK_SIZE:
             raise ContractError(
@@ -257,9 +252,7 @@ class QuantizedSet:
                 detail = f"{name} is quantized by the {has} but not by the {lacks}"
             else:
                 detail = f"{name} has shape {a} in the {mine} and {b} in the {theirs}"
-            raise MismatchError(
-                f"{mine} and {theirs} quantize different tensors: {detail}; use one contract for both"
-            )
+            raise MismatchError(f"{mine} and {theirs} quantize different tensors: {detail}; use one contract for both")
 
 
 def first_difference(a: Contract, b: Contract) -> str | None:
@@ -297,9 +290,7 @@ def _deep_merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, 
     merged = dict(base)
     for key, value in extra.items():
         old = merged.get(key)
-        merged[key] = (
-            _deep_merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-        )
+        merged[key] = _deep_merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
 
 
@@ -318,7 +309,8 @@ def _parse(cls: type[_T], data: Any, path: str) -> _T:
 
 
 def _parse_value(spec: dataclasses.Field[Any], value: Any, where: str) -> Any:
-    default = spec.default if spec.default is not dataclasses.MISSING else spec.default_factory()  # type: ignore[misc]
+    factory: Any = spec.default_factory
+    default = factory() if spec.default is dataclasses.MISSING else spec.default
     if dataclasses.is_dataclass(default):
         return _parse(type(default), value, f"{where}.")
     if isinstance(default, Enum):

@@ -64,7 +64,8 @@ def e4m3_round(x: Tensor) -> Tensor:
 
     Clamped first because `Tensor.to(float8_e4m3fn)` saturates in some torch releases and gives NaN in others.
     """
-    return x.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    rounded: Tensor = x.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    return rounded
 
 
 def check_k(k: int, name: str) -> None:
@@ -78,4 +79,5 @@ def check_k(k: int, name: str) -> None:
 
 def blocks(x: Tensor) -> Tensor:
     """View [..., K] as [..., K/16, 16]."""
-    return x.unflatten(-1, (-1, BLOCK_SIZE))
+    view: Tensor = x.unflatten(-1, (-1, BLOCK_SIZE))
+    return view

@@ -71,9 +71,7 @@ def expand(name: str, num_experts: int | None = None) -> list[str]:
     stack = _STACK.match(name)
     if stack:
         if num_experts is None:
-            raise ContractError(
-                f"{name}: the number of experts is needed to name the matrices of a fused stack"
-            )
+            raise ContractError(f"{name}: the number of experts is needed to name the matrices of a fused stack")
         parts = _FUSED_EXPERTS[stack.group(2)]
         return [f"{stack.group(1)}.{e}.{part}" for e in range(num_experts) for part in parts]
     head, _, leaf = name.rpartition(".")
@@ -106,7 +104,7 @@ def kind_of(name: str) -> Kind:
         return Kind.LM_HEAD
     if leaf.startswith("embed") or leaf in ("wte", "wpe"):
         return Kind.EMBEDDING
-    if leaf.endswith("_proj") or leaf.endswith("_proj_with_mqa"):
+    if leaf.endswith(("_proj", "_proj_with_mqa")):
         return Kind.LINEAR
     return Kind.OTHER
 

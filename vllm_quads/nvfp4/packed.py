@@ -37,9 +37,7 @@ class PackedTensor:
             if tensor.dtype != dtype:
                 raise FormatError(f"{self.name}: {field} is {tensor.dtype}, expected {dtype}")
         if self.codes.dim() < 2:
-            raise FormatError(
-                f"{self.name}: codes have shape {tuple(self.codes.shape)}, expected [..., N, K/2]"
-            )
+            raise FormatError(f"{self.name}: codes have shape {tuple(self.codes.shape)}, expected [..., N, K/2]")
         *lead, n, half_k = self.codes.shape
         if half_k == 0 or half_k % (BLOCK_SIZE // 2):
             raise FormatError(
@@ -86,9 +84,7 @@ class PackedTensor:
         raw = self.block_scales.view(torch.uint8)
         nan = (raw & 0x7F) == E4M3_NAN_BYTE
         if bool(nan.any()):
-            raise FormatError(
-                f"{self.name}: {int(nan.sum())} block scales are NaN; the checkpoint is damaged"
-            )
+            raise FormatError(f"{self.name}: {int(nan.sum())} block scales are NaN; the checkpoint is damaged")
         # 0x80 is -0: harmless, but no writer produces it, so it is refused with the other negatives.
         if bool((raw >= 0x80).any()):
             raise FormatError(

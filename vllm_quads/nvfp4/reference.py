@@ -156,8 +156,7 @@ def weight_amax(weight: Tensor, name: str = "weight") -> Tensor:
     amax = weight.detach().abs().amax(dim=(-2, -1)).to(torch.float32)
     if not bool(torch.isfinite(amax).all()):
         raise FormatError(
-            f"{name}: holds NaN or Inf, which NVFP4 cannot represent; "
-            f"the model has diverged or the file is damaged"
+            f"{name}: holds NaN or Inf, which NVFP4 cannot represent; the model has diverged or the file is damaged"
         )
     return amax
 
