@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reference forward of one quantized matrix: the exact W4A4 GEMM with residual compensation, in plain torch.
+
+Operands are q * s in float32 (exact), the accumulator is float32, and both global scales are applied to it afterwards.
+Native and fused kernels are checked against these functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_quads.compensation.forms import (
+    Compensated,
+    appended,
+    appended_weight,
+    columns_of,
+    quantize_with_residual,
+    stacked,
+    sum_pairs,
+)
+from vllm_quads.compensation.policy import TokenForms, token_forms
+from vllm_quads.compensation.state import SiteState
+from vllm_quads.compensation.statistics import SiteStatistics
+from vllm_quads.nvfp4.contract import Contract, Scheme
+
+
+@dataclass(frozen=True)
+class PreparedMatrix:
+    """A weight ready to be multiplied with: appended columns in place, global scales per output channel."""
+
+    weight: Tensor
+    """float32 [N, K+S] in scaled units (q * s); the last S columns are copies of the selected ones."""
+    decode: Tensor
+    """float32 [N]: decode global scale of each output channel."""
+    columns: Tensor
+    """int64 [S]: the channels that are appended."""
+    bias: Tensor | None
+    """float32 [N]: W @ center, or None without centring."""
+
+    @property
+    def k(self) -> int:
+        """Channels without the appended ones."""
+        return self.weight.shape[1] - self.columns.numel()
+
+
+def prepare_matrix(
+    scaled: Tensor, decode: Tensor, blocks: Tensor | None = None, center: Tensor | None = None
+) -> PreparedMatrix:
+    """Prepare a matrix from scaled float32 [N, K] (`PackedTensor.scaled`) and decode scales float32 [N].
+
+    blocks: bool [K/16], appended along K; center: float32 [K], folded into a bias.
+    """
+    columns = columns_of(blocks) if blocks is not None else torch.empty(0, dtype=torch.int64, device=scaled.device)
+    bias = (scaled @ center) * decode if center is not None and bool(center.any()) else None
+    weight = appended_weight(scaled, columns) if columns.numel() else scaled
+    return PreparedMatrix(weight, decode, columns, bias)
+
+
+def multiply(c: Compensated, forms: TokenForms, matrix: PreparedMatrix) -> Tensor:
+    """y float32 [M, N] = compensated operand x matrix, each token in its form; bias and both global scales applied."""
+    y = torch.empty(c.main.values.shape[0], matrix.weight.shape[0], device=matrix.weight.device)
+    if forms.blocks.numel():
+        operand = appended(take(c, forms.blocks), matrix.columns)
+        y[forms.blocks] = operand @ matrix.weight.T
+    if forms.rows.numel():
+        y[forms.rows] = sum_pairs(stacked(take(c, forms.rows)) @ matrix.weight[:, : matrix.k].T)
+    y = (y * c.main.decode_scale) * matrix.decode
+    return y if matrix.bias is None else y + matrix.bias
+
+
+def multiply_unquantized(x: Tensor, matrix: PreparedMatrix) -> Tensor:
+    """W4A16: y float32 [M, N] = x [M, K] (any float dtype) x matrix."""
+    return (x.to(torch.float32) @ matrix.weight[:, : matrix.k].T) * matrix.decode
+
+
+def linear_forward(
+    x: Tensor,
+    matrix: PreparedMatrix,
+    contract: Contract,
+    *,
+    site: SiteState | None = None,
+    g: Tensor | None = None,
+    decode: Tensor | None = None,
+    statistics: SiteStatistics | None = None,
+) -> Tensor:
+    """Dense linear under the contract: x [M, K] to y [M, N], in x's dtype.
+
+    g: static encode global scale (float32 scalar); None means per token. decode: see `token_forms`. `matrix` was
+    prepared with the blocks and the centring vector of `site`.
+    """
+    if contract.scheme is Scheme.W4A16:
+        return multiply_unquantized(x, matrix).to(x.dtype)
+    center = site.center if site is not None else None
+    c = quantize_with_residual(x, rule=contract.activation.block_scale_rule, g=g, center=center)
+    if statistics is not None:
+        statistics.update(x, quantization_error(x, c, center))
+    forms = token_forms(contract.compensation.form, x.shape[0], decode, x.device)
+    return multiply(c, forms, matrix).to(x.dtype)
+
+
+def take(c: Compensated, rows: Tensor) -> Compensated:
+    if rows.numel() == c.main.values.shape[0]:
+        return c
+    return Compensated(
+        *(
+            q._replace(
+                values=q.values[rows],
+                scales=q.scales.view(torch.uint8)[rows].view(torch.float8_e4m3fn),
+                decode_scale=q.decode_scale[rows] if q.decode_scale.dim() else q.decode_scale,
+            )
+            for q in c
+        )
+    )
+
+
+def quantization_error(x: Tensor, c: Compensated, center: Tensor | None) -> Tensor:
+    x = x.to(torch.float32)
+    return (x if center is None else x - center) - c.main.dequantize()
