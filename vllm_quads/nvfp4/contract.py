@@ -319,7 +319,7 @@ def _parse_value(spec: dataclasses.Field[Any], value: Any, where: str) -> Any:
             raise ContractError(f"{where}: is {value!r}, expected one of {options}")
         return type(default)(value)
     if isinstance(default, tuple):
-        if isinstance(value, str) or not all(isinstance(v, str) for v in value):
+        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
             raise ContractError(f"{where}: is {value!r}, expected a list of patterns")
         return tuple(value)
     if isinstance(value, bool) or not isinstance(value, (int, float) if isinstance(default, float) else int):

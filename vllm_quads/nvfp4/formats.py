@@ -39,8 +39,8 @@ def e2m1_codes(values: Tensor) -> Tensor:
     """4-bit codes (uint8, `sign << 3 | magnitude`) of values that lie on the E2M1 grid. NaN gives code 0."""
     # Twice the magnitude is one of 0, 1, 2, 3, 4, 6, 8, 12; the table maps it to the code.
     table = torch.tensor([0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7], dtype=torch.uint8, device=values.device)
-    magnitude = torch.nan_to_num(values.abs() * 2.0, nan=0.0).to(torch.int64)
-    return table[magnitude] | (torch.signbit(values).to(torch.uint8) << 3)
+    values = torch.nan_to_num(values, nan=0.0)  # a NaN's sign differs between devices
+    return table[(values.abs() * 2.0).to(torch.int64)] | (torch.signbit(values).to(torch.uint8) << 3)
 
 
 def e2m1_decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

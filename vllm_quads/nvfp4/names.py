@@ -14,7 +14,7 @@ from enum import Enum
 from vllm_quads.nvfp4.errors import ContractError
 
 # Wrappers that trainers put into parameter names.
-_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)(?=\.)")
+_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
 _MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 # vLLM's RoutedExperts parameters, as they appear below `...experts.routed_experts.`.
@@ -45,7 +45,7 @@ def canonical_name(name: str) -> str:
     `model.layers.0.block_sparse_moe.experts.3.w1.weight` -> `model.layers.0.mlp.experts.3.gate_proj`;
     `model.layers.0.mlp.experts.routed_experts.w13_weight` -> `model.layers.0.mlp.experts.gate_up_proj`.
     """
-    name = _WRAPPERS.sub(r"\1", name).replace("..", ".").lstrip(".")
+    name = _WRAPPERS.sub("", name)
     name = name.removesuffix(".weight").replace(".block_sparse_moe.", ".mlp.")
     name = name.replace(".experts.routed_experts", ".experts").replace(".experts.base_layer", ".experts")
     head, _, leaf = name.rpartition(".")
@@ -102,7 +102,7 @@ def kind_of(name: str) -> Kind:
         return Kind.ROUTER
     if leaf == "lm_head" or ".lm_head." in name:
         return Kind.LM_HEAD
-    if leaf.startswith("embed") or leaf in ("wte", "wpe"):
+    if "embed" in leaf or leaf in ("wte", "wpe"):
         return Kind.EMBEDDING
     if leaf.endswith(("_proj", "_proj_with_mqa")):
         return Kind.LINEAR

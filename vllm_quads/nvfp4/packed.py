@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_quads.nvfp4.errors import FormatError
 from vllm_quads.nvfp4.formats import BLOCK_SIZE, E2M1_MAX, E4M3_MAX, E4M3_NAN_BYTE, pack_codes, unpack_codes
-from vllm_quads.nvfp4.reference import decode_packed, quantize_weight
+from vllm_quads.nvfp4.reference import decode_packed, quantize_weight, weight_amax
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,12 @@ class PackedTensor:
 
     @staticmethod
     def quantize(weight: Tensor, *, amax: Tensor | None = None, name: str = "weight") -> PackedTensor:
-        """Quantize a weight [..., N, K]; see `reference.quantize_weight` for `amax` and the errors raised."""
+        """Quantize a weight [..., N, K]; see `reference.quantize_weight` for `amax` and the errors raised.
+
+        NaN and Inf are refused (FormatError) also when `amax` is given.
+        """
+        if amax is not None:
+            weight_amax(weight, name)
         q = quantize_weight(weight, amax=amax, name=name)
         return PackedTensor(pack_codes(q.codes()), q.scales, q.decode_scale[..., 0, 0].contiguous(), name)
 

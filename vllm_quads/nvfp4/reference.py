@@ -152,8 +152,12 @@ def quantize_activation(
 
 
 def weight_amax(weight: Tensor, name: str = "weight") -> Tensor:
-    """max |W| over the last two dimensions, float32 [...]. Raises FormatError on NaN or Inf, naming the tensor."""
-    amax = weight.detach().abs().amax(dim=(-2, -1)).to(torch.float32)
+    """max |W| of the BF16 copy over the last two dimensions, float32 [...].
+
+    Rounding is monotone, so the rounded amax of an FP32 master is the amax of its BF16 copy. Raises FormatError on
+    NaN or Inf, naming the tensor.
+    """
+    amax = weight.detach().abs().amax(dim=(-2, -1)).to(torch.bfloat16).to(torch.float32)
     if not bool(torch.isfinite(amax).all()):
         raise FormatError(
             f"{name}: holds NaN or Inf, which NVFP4 cannot represent; the model has diverged or the file is damaged"
