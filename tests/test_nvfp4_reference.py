@@ -135,7 +135,7 @@ def test_small_row_is_not_flushed() -> None:
 
 
 def test_row_of_amax_1e_5_beside_ordinary_rows() -> None:
-    """The trainer's fake-quantized row and the packed bytes agree where one row is five orders smaller than the rest."""
+    """The trainer's fake-quantized row and the packed bytes agree where one row is far smaller than the rest."""
     w = _data("gaussian", (8, 64)) * 0.02
     w[3] = w[3] / w[3].abs().max() * 1e-5
     packed = PackedTensor.quantize(w)
@@ -160,7 +160,7 @@ def test_bad_activation_block_decodes_to_nan(bad: float, rule: BlockScaleRule) -
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_bad_activation_token_never_becomes_finite(bad: float) -> None:
-    """With per-token scales the token that holds NaN or Inf decodes to NaN throughout; its neighbours are unaffected."""
+    """With per-token scales the token that holds NaN or Inf decodes to NaN throughout; its neighbours are untouched."""
     x = _data("gaussian", (3, 32))
     clean = quantize_activation(x).dequantize()
     x[1, 20] = bad
