@@ -28,11 +28,12 @@ def e2m1_round(y: Tensor) -> Tensor:
 
     The sign of zero is kept. NaN stays NaN.
     """
-    magnitude = y.abs().clamp(max=E2M1_MAX)  # clamp keeps NaN
-    # The E2M1 grid has steps of 0.5 below 2, 1 below 4 and 2 up to 6; dividing by a power of two is exact,
-    # so one round-half-to-even on the scaled value is the correctly rounded result.
-    step = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0)).to(y.dtype)
-    return torch.copysign(torch.round(magnitude / step) * step, y)
+    y = y.clamp(-E2M1_MAX, E2M1_MAX)  # keeps NaN
+    # The E2M1 grid has steps of 0.5 below 2, 1 below 4 and 2 up to 6: half the power of two at or below the magnitude,
+    # which is y/2 with its sign and fraction bits cleared. Dividing by a power of two is exact, so one
+    # round-half-to-even on the scaled value is the correctly rounded result.
+    step = (y * 0.5).view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32).clamp_(min=0.5)
+    return y.div_(step).round_().mul_(step)
 
 
 def e2m1_codes(values: Tensor) -> Tensor:

@@ -100,30 +100,38 @@ def quantize_blocks(x: Tensor, g: Tensor, rule: BlockScaleRule = BlockScaleRule.
     m = xb.abs().amax(dim=-1)
     decode = torch.ones_like(g) / g
     sf = m * (g * _ONE_SIXTH)
-    # One NaN pattern (0x7F) whatever sign the hardware gives its NaNs.
-    sf = torch.where(torch.isfinite(m) & ~torch.isnan(sf), sf, torch.nan)
-    values, scales = _encode(xb, m, sf, decode)
-    if rule is BlockScaleRule.FOUR_OVER_SIX:
-        values4, scales4 = _encode(xb, m, sf * 1.5, decode)
-        better = _block_error(xb, values4, scales4, decode) < _block_error(xb, values, scales, decode)
-        values = torch.where(better.unsqueeze(-1), values4, values)
-        # where() has no float8 kernel: choose on the bytes.
-        picked = torch.where(better, scales4.view(torch.uint8), scales.view(torch.uint8))
-        scales = picked.view(torch.float8_e4m3fn)
-    return Quantized(values.flatten(-2), scales, decode)
+    # One NaN pattern (0x7F) whatever sign the hardware gives its NaNs; both comparisons are false for NaN.
+    sf = torch.where((m < torch.inf) & (sf >= 0), sf, torch.nan)
+    if rule is BlockScaleRule.MAX_TO_SIX:
+        values, scales = _encode(xb, m, sf, decode)
+        return Quantized(values.flatten(-2), scales, decode)
+    # Both candidates at once, on a new leading dimension: amax to 6, amax to 4.
+    values, scales = _encode(xb, m, torch.stack((sf, sf * 1.5)), decode)
+    error = _block_error(xb, values, scales, decode)
+    four = error[1] < error[0]
+    raw = scales.view(torch.uint8)  # where() has no float8 kernel
+    return Quantized(
+        torch.where(four.unsqueeze(-1), values[1], values[0]).flatten(-2),
+        torch.where(four, raw[1], raw[0]).view(torch.float8_e4m3fn),
+        decode,
+    )
 
 
 def _encode(xb: Tensor, m: Tensor, sf: Tensor, decode: Tensor) -> tuple[Tensor, Tensor]:
+    """E2M1 values [..., K/16, 16] and block scales [..., K/16] of blocks xb with amax m and unrounded scales sf."""
     scales = e4m3_round(sf)
-    o = (1.0 / (scales.to(torch.float32) * decode)).clamp(max=FLT_MAX)
-    values = e2m1_round(xb * o.unsqueeze(-1))
-    return torch.where((m == 0).unsqueeze(-1), torch.zeros_like(values), values), scales
+    o = (1.0 / (scales.to(torch.float32) * decode)).clamp_(max=FLT_MAX)
+    # A zero block is 0 * 0 + 0, which is +0 whatever the signs in xb; x * o + (-0) is x * o for every other block.
+    zero = m == 0
+    o = torch.where(zero, 0.0, o)
+    sign = torch.where(zero, 0.0, torch.full_like(m, -0.0))
+    return e2m1_round((xb * o.unsqueeze(-1)).add_(sign.unsqueeze(-1))), scales
 
 
 def _block_error(xb: Tensor, values: Tensor, scales: Tensor, decode: Tensor) -> Tensor:
     """Squared error of each block [..., K/16], summed in a fixed order (halves) that kernels can repeat."""
-    r = xb - (values * scales.to(torch.float32).unsqueeze(-1)) * decode.unsqueeze(-1)
-    e = r * r
+    e = (values * scales.to(torch.float32).unsqueeze(-1)).mul_(decode.unsqueeze(-1))
+    e = torch.sub(xb, e, out=e).square_()
     while e.shape[-1] > 1:
         half = e.shape[-1] // 2
         e = e[..., :half] + e[..., half:]
