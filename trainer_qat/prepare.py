@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put weight-only NVFP4 fake quantization on a Hugging Face model, and take it off again.
+
+Parameters, their names and the state dict stay those of the plain model, so `save_pretrained`, optimizers, FSDP2 and
+checkpoints know nothing of it (torch's parametrizations rename parameters, and transformers then saves and re-loads a
+checkpoint without its experts). Two hooks:
+
+- Fused experts (transformers 5) run through an experts implementation that the model's config names. `quads_qat` is
+  registered as one; it hands a view of the module with quantized weights to the implementation that the model had
+  (eager, batched_mm, grouped_mm, ...). It acts on the parameter and does not care how it is multiplied with.
+- A Linear's class is swapped for a subclass whose forward quantizes its weight. A class survives deepcopy, pickling,
+  `fully_shard` (which subclasses it once more) and accelerate's replacement of `module.forward`; an instance attribute
+  would be overwritten by the latter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from trainer_qat.cache import CacheMode
+from trainer_qat.inventory import Inventory, Weight
+from trainer_qat.quantizer import QatState, WeightQuantizer, shared_amax
+from vllm_quads.nvfp4 import Contract, ContractError, QuantizedSet, WeightGlobalScale, scale_group
+
+IMPLEMENTATION = "quads_qat"
+"""Name of the experts implementation."""
+FROZEN_FILE = Path("quads") / "frozen_amax.safetensors"
+"""Where an exported checkpoint keeps the amax values of frozen global scales."""
+_STATE = "_quads_state"
+_QUANTIZERS = "_quads_quantizers"
+_INNER = "_quads_inner"
+
+
+@dataclass(frozen=True)
+class QatReport:
+    """What `prepare_qat` did."""
+
+    contract: Contract
+    quantized: QuantizedSet
+    """Canonical names and shapes of the fake-quantized matrices."""
+    kept: Mapping[str, str]
+    """Canonical name of every other weight -> why it stays as it is."""
+    parameters: int
+    """Parameters that were hooked (a fused stack of experts is one)."""
+    bytes_bf16: int
+    """BF16 bytes of the quantized weights."""
+    bytes_packed: int
+    """Their bytes in the rollout."""
+
+    def __str__(self) -> str:
+        reasons: dict[str, int] = {}
+        for why in self.kept.values():
+            reasons[why] = reasons.get(why, 0) + 1
+        lines = [
+            f"NVFP4 fake quantization of {len(self.quantized)} matrices in {self.parameters} parameters: "
+            f"{self.bytes_bf16 / 2**20:.1f} MiB in BF16, {self.bytes_packed / 2**20:.1f} MiB in the rollout"
+        ]
+        lines += [f"  kept: {count} ({why})" for why, count in sorted(reasons.items())]
+        return "\n".join(lines)
+
+
+def prepare_qat(
+    model: nn.Module,
+    contract: Contract | None = None,
+    *,
+    cache: CacheMode | str = CacheMode.AUTO,
+    clamp_gradient: bool = False,
+    frozen_from: Path | str | None = None,
+) -> QatReport:
+    """Fake-quantize the weights that the contract selects, in place; call it before or after `fully_shard`.
+
+    Args:
+        model: a Hugging Face model (or any module of `nn.Linear`s) with BF16, FP16 or FP32 weights. The optimizer,
+            `save_pretrained` and gradient checkpointing are used as before.
+        contract: what is quantized; the default quantizes all routed experts.
+        cache: what is kept of a quantized weight between micro-batches (see `CacheMode`).
+        clamp_gradient: zero the gradient where the quantizer saturates, instead of passing all of it through.
+        frozen_from: with `weight_global_scale="frozen"`, an exported checkpoint whose scales are used; without it they
+            are taken from the weights as they are now.
+
+    Raises:
+        ContractError: nothing matches, a selected weight cannot be quantized, the model carries adapters (PEFT), is
+            quantized already, tensor parallel or prepared already.
+    """
+    contract = contract or Contract()
+    _check_model(model)
+    inventory = Inventory.of(model, contract)
+    state = QatState(contract, inventory.quantized, CacheMode(cache), clamp_gradient)
+    frozen = contract.weight_global_scale is WeightGlobalScale.FROZEN
+    if frozen_from is not None and not frozen:
+        raise ContractError('frozen_from: needs weight_global_scale="frozen" in the contract')
+    groups: dict[str, list[nn.Linear]] = {}
+    for weight in inventory.selected:
+        if isinstance(weight.module, nn.Linear):
+            groups.setdefault(scale_group(weight.name), []).append(weight.module)
+    kept_amax = load_frozen(Path(frozen_from)) if frozen_from is not None else None
+
+    for weight in inventory.selected:
+        siblings = tuple(groups.get(scale_group(weight.name), ())) if isinstance(weight.module, nn.Linear) else ()
+        quantizer = WeightQuantizer(weight.name, tuple(weight.matrices), state, siblings)
+        if frozen:
+            quantizer.frozen = _frozen_amax(weight, siblings, kept_amax)
+        quantizers = dict(getattr(weight.module, _QUANTIZERS, {}))
+        setattr(weight.module, _QUANTIZERS, quantizers | {weight.attribute: quantizer})
+        if siblings:
+            weight.module.__class__ = _qat_class(type(weight.module))
+    _hook_experts(model)
+    setattr(model, _STATE, state)
+    model.register_forward_pre_hook(_note_sharding)
+    return QatReport(
+        contract,
+        inventory.quantized,
+        inventory.kept,
+        len(inventory.selected),
+        inventory.bytes_bf16,
+        inventory.bytes_packed,
+    )
+
+
+def remove_qat(model: nn.Module) -> None:
+    """Take fake quantization off; the model is the plain one again. Raises ContractError if it was not prepared."""
+    state_of(model)
+    for module in model.modules():
+        if type(module) in _PLAIN:  # FSDP2's subclass of ours stays; without a quantizer it is a plain Linear
+            module.__class__ = _PLAIN[type(module)]
+        inner = getattr(module, _INNER, None)
+        if inner is not None and _config(module)._experts_implementation == IMPLEMENTATION:
+            _config(module)._experts_implementation_internal = inner
+        for attribute in (_QUANTIZERS, _INNER):
+            if hasattr(module, attribute):
+                delattr(module, attribute)
+        for key in [k for k, h in module._forward_pre_hooks.items() if h in (_require_hooked, _note_sharding)]:
+            del module._forward_pre_hooks[key]
+    delattr(model, _STATE)
+
+
+@contextlib.contextmanager
+def qat_disabled(model: nn.Module) -> Iterator[None]:
+    """Within this context the model computes with its BF16 (master) weights; for scoring and controls."""
+    state = state_of(model)
+    before, state.enabled = state.enabled, False
+    try:
+        yield
+    finally:
+        state.enabled = before
+
+
+def state_of(model: nn.Module) -> QatState:
+    """The shared state of a prepared model. Raises ContractError if `prepare_qat` has not been called on it."""
+    for module in (model, getattr(model, "_orig_mod", None), getattr(model, "module", None)):
+        state = getattr(module, _STATE, None)
+        if isinstance(state, QatState):
+            return state
+    raise ContractError("the model has no fake quantization: call prepare_qat(model, contract) on this object first")
+
+
+def is_prepared(model: nn.Module) -> bool:
+    """True if `prepare_qat` has been called on this model."""
+    return any(hasattr(m, _STATE) for m in (model, getattr(model, "_orig_mod", None), getattr(model, "module", None)))
+
+
+def quantizers_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, WeightQuantizer]]:
+    """(module, name of its parameter, quantizer) of every fake-quantized parameter."""
+    for module in model.modules():
+        for attribute, quantizer in getattr(module, _QUANTIZERS, {}).items():
+            yield module, attribute, quantizer
+
+
+def clear_cache(model: nn.Module) -> None:
+    """Free what is kept of the quantized weights, for example before a rollout in the same process."""
+    for _, _, quantizer in quantizers_of(model):
+        quantizer.cache.clear()
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_model(model: nn.Module) -> None:
+    if is_prepared(model):
+        raise ContractError("the model is prepared already; call remove_qat(model) before preparing it again")
+    adapters = getattr(model, "peft_config", None) is not None or any(
+        type(m).__module__.partition(".")[0] == "peft" for m in model.modules()
+    )
+    if adapters:
+        raise ContractError(
+            "the model carries PEFT adapters: the rollout would quantize base weight + adapter, which training the "
+            "adapter beside a quantized base does not see; train full weights, or merge first (merge_and_unload())"
+        )
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        raise ContractError(
+            "the model was loaded with a quantization of its own; load the BF16 weights (quantization_config=None)"
+        )
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        raise ContractError(
+            "the model is tensor parallel: a shard's amax is not that of the full tensor; shard with FSDP2 instead"
+        )
+
+
+def _frozen_amax(weight: Weight, siblings: tuple[nn.Linear, ...], kept: Mapping[str, Tensor] | None) -> Tensor:
+    if kept is None:
+        return shared_amax([m.weight for m in siblings] or [weight.tensor], weight.name)
+    if weight.name not in kept:
+        raise ContractError(f"{weight.name}: the checkpoint's frozen scales ({FROZEN_FILE}) do not hold it")
+    amax = kept[weight.name]
+    expected = tuple(weight.tensor.shape[:-2])
+    if tuple(amax.shape) != expected:
+        raise ContractError(f"{weight.name}: frozen amax has shape {tuple(amax.shape)}, expected {expected}")
+    return amax
+
+
+def frozen_amax(model: nn.Module) -> dict[str, Tensor]:
+    """Canonical name of each weight or stack -> float32 amax of its frozen scale; empty with live scales."""
+    return {q.name: q.frozen for _, _, q in quantizers_of(model) if q.frozen is not None}
+
+
+def save_frozen(model: nn.Module, checkpoint: Path) -> None:
+    """Write the frozen amax values below a checkpoint directory; nothing with live scales."""
+    tensors = {name: amax.cpu().contiguous() for name, amax in frozen_amax(model).items()}
+    if tensors:
+        path = checkpoint / FROZEN_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+def load_frozen(checkpoint: Path) -> dict[str, Tensor]:
+    """Read what `save_frozen` wrote. Raises ContractError if the checkpoint has no frozen scales."""
+    path = checkpoint / FROZEN_FILE
+    if not path.is_file():
+        raise ContractError(f"frozen_from: {path} does not exist; export a model with frozen scales first")
+    loaded: dict[str, Tensor] = load_file(path)
+    return loaded
+
+
+# --- linears ---------------------------------------------------------------------------------------------------------
+
+
+class QatLinear(nn.Linear):
+    """A Linear that multiplies with its fake-quantized weight."""
+
+    @property
+    def quads_weight(self) -> Tensor:
+        """The weight that is multiplied with, float [N, K], with straight-through gradient."""
+        quantizer: WeightQuantizer | None = getattr(self, _QUANTIZERS, {}).get("weight")
+        return self.weight if quantizer is None else quantizer(self.weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """y = x Wq^T + b."""
+        return nn.functional.linear(input, self.quads_weight, self.bias)
+
+
+_QAT: dict[type, type] = {nn.Linear: QatLinear}
+_PLAIN: dict[type, type] = {QatLinear: nn.Linear}
+
+
+def _qat_class(cls: type) -> type:
+    """QatLinear, or for a subclass of Linear (an FSDP2 unit) a class that is both."""
+    if cls not in _QAT:
+        _QAT[cls] = type(f"Qat{cls.__name__}", (QatLinear, cls), {})
+        _PLAIN[_QAT[cls]] = cls
+    return _QAT[cls]
+
+
+# --- fused experts ---------------------------------------------------------------------------------------------------
+
+
+class _ExpertsView:
+    """An experts module with other weights: what the inner implementation gets to see."""
+
+    def __init__(self, module: nn.Module, gate_up_proj: Tensor, down_proj: Tensor) -> None:
+        self._module = module
+        self.gate_up_proj = gate_up_proj
+        self.down_proj = down_proj
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def expert_weights(module: nn.Module) -> tuple[Tensor, Tensor]:
+    """gate_up_proj [E, 2I, H] and down_proj [E, H, I] as the forward pass multiplies with them."""
+    quantizers: dict[str, WeightQuantizer] = getattr(module, _QUANTIZERS, {})
+    weights = []
+    for attribute in ("gate_up_proj", "down_proj"):
+        weight: Tensor = getattr(module, attribute)
+        weights.append(quantizers[attribute](weight) if attribute in quantizers else weight)
+    return weights[0], weights[1]
+
+
+def experts_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """The `quads_qat` experts implementation: the model's own one, on fake-quantized weights."""
+    quantizers = getattr(self, _QUANTIZERS, None)
+    if quantizers is None:
+        raise ContractError(
+            f"{type(self).__name__} runs the experts implementation {IMPLEMENTATION!r} but prepare_qat has not seen it"
+        )
+    view = _ExpertsView(self, *expert_weights(self)) if quantizers else self
+    return _inner_forward(self)(view, *args, **kwargs)
+
+
+def _inner_forward(module: nn.Module) -> Callable[..., Tensor]:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    eager = type(module).forward.__wrapped__  # type: ignore[attr-defined]
+    forward: Callable[..., Tensor] = ALL_EXPERTS_FUNCTIONS.get_interface(getattr(module, _INNER), eager)
+    return forward
+
+
+def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of the fused experts that run through transformers' experts interface."""
+    for path, module in model.named_modules():
+        if hasattr(module, "is_concatenated") and hasattr(module, "config"):
+            yield path, module
+
+
+def _config(module: nn.Module) -> Any:
+    return module.config
+
+
+def _hook_experts(model: nn.Module) -> None:
+    """Switch the configs of all quantized expert stacks to our implementation."""
+    modules = [m for _, m in experts_of(model)]
+    configs = {id(m.config): _config(m) for m in modules if getattr(m, _QUANTIZERS, {})}
+    if not configs:
+        return
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+    for module in modules:
+        if id(module.config) in configs:  # layers that stay in BF16 share the config, so they run through it as well
+            setattr(module, _INNER, _config(module)._experts_implementation or "eager")
+            setattr(module, _QUANTIZERS, getattr(module, _QUANTIZERS, {}))
+            module.register_forward_pre_hook(_require_hooked)
+    for config in configs.values():
+        config._experts_implementation_internal = IMPLEMENTATION
+
+
+def _require_hooked(module: nn.Module, args: Any) -> None:
+    """Forward pre-hook: refuse to run unquantized because someone changed the experts implementation since."""
+    current = _config(module)._experts_implementation
+    if current != IMPLEMENTATION and not str(current).startswith("quads_"):
+        raise ContractError(
+            f"the experts implementation was set to {current!r} after prepare_qat, which would switch the fake "
+            f"quantization off silently; choose it before prepare_qat, or call remove_qat"
+        )
+
+
+def _note_sharding(module: nn.Module, args: Any) -> None:
+    """Forward pre-hook of the model: FSDP2 may have been applied after prepare_qat."""
+    if not torch.compiler.is_compiling():
+        state: QatState = getattr(module, _STATE)
+        state.sharded = isinstance(module, FSDPModule)
