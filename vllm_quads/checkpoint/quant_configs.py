@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `quantization_config` of each format: reading it into (format, scheme, ignore list), and writing it."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_quads.checkpoint.layouts import Format
+from vllm_quads.checkpoint.patterns import describe, to_regex
+from vllm_quads.checkpoint.reader import read_json
+from vllm_quads.nvfp4.contract import QUANT_METHOD, Contract, QuantizedSet, Scheme
+from vllm_quads.nvfp4.errors import CheckpointError, ContractError
+from vllm_quads.nvfp4.formats import BLOCK_SIZE
+from vllm_quads.nvfp4.names import Kind, canonical_name, kind_of
+
+HF_QUANT_CONFIG = "hf_quant_config.json"
+CT_FORMAT = "nvfp4-pack-quantized"
+_READS = "QUADS reads `quads`, ModelOpt NVFP4 and compressed-tensors nvfp4-pack-quantized checkpoints, and BF16"
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """What the configuration files of a checkpoint say."""
+
+    format: Format
+    scheme: Scheme = Scheme.W4A4
+    ignore: tuple[str, ...] = ()
+    """Foreign ignore list (module patterns); empty for `quads`."""
+    contract: Contract | None = None
+    """The stored contract; only for `quads`."""
+
+
+def read_quant_config(path: Path, config: Mapping[str, Any]) -> QuantConfig:
+    """Read `quantization_config` and `hf_quant_config.json`. Raises CheckpointError for a scheme that is not NVFP4."""
+    data = config.get("quantization_config") or config.get("compression_config")
+    extra = read_json(path / HF_QUANT_CONFIG).get("quantization") if (path / HF_QUANT_CONFIG).exists() else None
+    if data is None and extra is None:
+        return QuantConfig(Format.BF16)
+    if data is not None and not isinstance(data, Mapping):
+        raise CheckpointError(f"{path}: quantization_config is {data!r}, expected an object")
+    method = "modelopt" if data is None else str(data.get("quant_method", ""))
+    if method == QUANT_METHOD:
+        contract = Contract.from_dict(data or {})
+        return QuantConfig(Format.QUADS, contract.scheme, contract=contract)
+    if method in ("modelopt", "modelopt_fp4") or (method == "" and "quant_algo" in (data or {})):
+        return _modelopt(path, [d for d in (data, extra) if d is not None])
+    if method == "compressed-tensors":
+        return _compressed_tensors(path, data or {})
+    raise CheckpointError(f"{path}: quant_method is {method!r}, which is not NVFP4; {_READS}")
+
+
+def _modelopt(path: Path, sources: list[Mapping[str, Any]]) -> QuantConfig:
+    schemes, ignore = set(), set()
+    for source in sources:
+        algo = source.get("quant_algo")
+        if algo not in ("NVFP4", "W4A16_NVFP4"):
+            raise CheckpointError(f"{path}: ModelOpt quant_algo is {algo!r}, expected NVFP4 or W4A16_NVFP4; {_READS}")
+        groups = source.get("config_groups") or {}
+        sizes = [source.get("group_size"), *((g.get("weights") or {}).get("group_size") for g in groups.values())]
+        for size in sizes:
+            if size not in (None, BLOCK_SIZE):
+                raise CheckpointError(f"{path}: group_size is {size}, expected {BLOCK_SIZE} for NVFP4")
+        weight_only = bool(groups) and all(g.get("input_activations") is None for g in groups.values())
+        schemes.add(Scheme.W4A16 if algo == "W4A16_NVFP4" or weight_only else Scheme.W4A4)
+        ignore |= {*(source.get("exclude_modules") or ()), *(source.get("ignore") or ())}
+    if len(schemes) > 1:
+        raise CheckpointError(f"{path}: config.json and {HF_QUANT_CONFIG} name different schemes; remove the stale one")
+    return QuantConfig(Format.MODELOPT, schemes.pop(), tuple(sorted(ignore)))
+
+
+def _compressed_tensors(path: Path, data: Mapping[str, Any]) -> QuantConfig:
+    groups = data.get("config_groups") or {}
+    if not groups:
+        raise CheckpointError(f"{path}: compressed-tensors quantization_config has no config_groups; {_READS}")
+    schemes = set()
+    for name, group in groups.items():
+        weights, style = group.get("weights") or {}, group.get("format") or data.get("format")
+        found = (style, weights.get("num_bits"), weights.get("type"), weights.get("group_size"))
+        if found != (CT_FORMAT, 4, "float", BLOCK_SIZE):
+            raise CheckpointError(
+                f"{path}: {name} of the compressed-tensors quantization_config has (format, num_bits, type, "
+                f"group_size) = {found}, expected {(CT_FORMAT, 4, 'float', BLOCK_SIZE)}; {_READS}"
+            )
+        schemes.add(Scheme.W4A16 if group.get("input_activations") is None else Scheme.W4A4)
+    if len(schemes) > 1:
+        raise CheckpointError(f"{path}: config_groups mix W4A4 and W4A16; QUADS needs one scheme for all layers")
+    return QuantConfig(Format.COMPRESSED_TENSORS, schemes.pop(), tuple(data.get("ignore") or ()))
+
+
+def contract_of(scheme: Scheme, weights: Iterable[str], quantized: QuantizedSet) -> Contract:
+    """The contract that selects `quantized` among all 2-D `weights` (canonical names), by default options otherwise."""
+    names, chosen = set(weights), set(quantized.shapes)
+    if chosen == {n for n in names if kind_of(n) is Kind.EXPERT}:
+        return Contract(scheme=scheme)
+    targets = tuple(describe(chosen, names - chosen))
+    matched = {n for n in names - chosen if any(fnmatch.fnmatchcase(n, t) for t in targets)}
+    return Contract(scheme=scheme, targets=targets, ignore=tuple(describe(matched, chosen)))
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+
+
+def check_storable(contract: Contract, fmt: Format) -> None:
+    """Raise ContractError for options that a foreign format has no place for (they would be lost silently)."""
+    if fmt is Format.QUADS:
+        return
+    default = Contract()
+    for option in ("activation", "compensation", "weight_global_scale"):
+        if getattr(contract, option) != getattr(default, option):
+            raise ContractError(
+                f"{option}: the {fmt.value} format cannot store it; write the `quads` format, or give it when serving"
+            )
+
+
+def quantization_config(
+    fmt: Format, contract: Contract, quantized: Iterable[str], unquantized: Iterable[str]
+) -> dict[str, Any]:
+    """`quantization_config` for config.json; the modules are on-disk names of those that have 2-D weights."""
+    if fmt is Format.QUADS:
+        return contract.to_dict()
+    ignore = ignore_globs(quantized, unquantized)
+    return _modelopt_config(contract, ignore) if fmt is Format.MODELOPT else _ct_config(contract, ignore)
+
+
+def _modelopt_config(contract: Contract, ignore: list[str]) -> dict[str, Any]:
+    args = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}
+    activations = None if contract.scheme is Scheme.W4A16 else args
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": modelopt_algo(contract.scheme),
+        "config_groups": {"group_0": {"input_activations": activations, "weights": args, "targets": ["Linear"]}},
+        "ignore": ignore,
+        "producer": _producer(),
+    }
+
+
+def _ct_config(contract: Contract, ignore: list[str]) -> dict[str, Any]:
+    args = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "group_size": BLOCK_SIZE,
+        "strategy": "tensor_group",
+    }
+    group = {
+        "targets": ["Linear"],
+        "weights": {**args, "dynamic": False, "scale_dtype": "torch.float8_e4m3fn"},
+        "input_activations": None if contract.scheme is Scheme.W4A16 else {**args, "dynamic": "local"},
+        "output_activations": None,
+        "format": CT_FORMAT,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": CT_FORMAT,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": [to_regex(g) for g in ignore],
+    }
+
+
+def hf_quant_config(contract: Contract, quantized: Iterable[str], unquantized: Iterable[str]) -> dict[str, Any]:
+    """`hf_quant_config.json` of the ModelOpt format."""
+    return {
+        "producer": _producer(),
+        "quantization": {
+            "quant_algo": modelopt_algo(contract.scheme),
+            "kv_cache_quant_algo": None,
+            "group_size": BLOCK_SIZE,
+            "exclude_modules": ignore_globs(quantized, unquantized),
+        },
+    }
+
+
+def ignore_globs(quantized: Iterable[str], unquantized: Iterable[str]) -> list[str]:
+    """Globs over on-disk module names of the linears that stay in BF16; lm_head is always among them."""
+    rest = {"lm_head", *(m for m in unquantized if kind_of(canonical_name(m)) is not Kind.EMBEDDING)}
+    return describe(rest, quantized)
+
+
+def modelopt_algo(scheme: Scheme) -> str:
+    """ModelOpt's name of a scheme."""
+    return "NVFP4" if scheme is Scheme.W4A4 else "W4A16_NVFP4"
+
+
+def _producer() -> dict[str, str]:
+    from vllm_quads import __version__
+
+    return {"name": "vllm-quads", "version": __version__}
