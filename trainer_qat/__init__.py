@@ -5,16 +5,23 @@ from __future__ import annotations
 
 from trainer_qat import mismatch
 from trainer_qat.cache import CacheMode
+from trainer_qat.calibration import calibrate
+from trainer_qat.export import ExportReport, export_checkpoint
 from trainer_qat.mismatch import MismatchReport
 from trainer_qat.prepare import QatReport, clear_cache, prepare_qat, qat_disabled, remove_qat
 from trainer_qat.scoring import score, token_log_probs
 from trainer_qat.sensitivity import sensitivities
+from trainer_qat.sync import RolloutSync
 
 __all__ = [
     "CacheMode",
+    "ExportReport",
     "MismatchReport",
     "QatReport",
+    "RolloutSync",
+    "calibrate",
     "clear_cache",
+    "export_checkpoint",
     "mismatch",
     "prepare_qat",
     "qat_disabled",

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the model as a `quads` checkpoint, which `vllm serve` loads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import distributed as dist
+from torch import nn
+
+from trainer_qat.payload import Item, Payload
+from trainer_qat.prepare import save_frozen
+from vllm_quads.checkpoint import CheckpointWriter, Format
+from vllm_quads.compensation import CompensationState
+from vllm_quads.nvfp4 import Contract, PackedTensor
+
+DEFAULT_SHARD_BYTES = 2 * 1024**3
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What `export_checkpoint` wrote."""
+
+    path: Path
+    fingerprint: str
+    """Fingerprint of the packed weights; an engine that serves the checkpoint reports the same."""
+    quantized: int
+    """Packed matrices."""
+
+
+def export_checkpoint(
+    model: nn.Module,
+    dst: Path | str,
+    contract: Contract | None = None,
+    *,
+    tokenizer: Any = None,
+    compensation: CompensationState | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    overwrite: bool = False,
+) -> ExportReport:
+    """Quantize the master weights and write a checkpoint directory that appears complete, or not at all.
+
+    Args:
+        model: a Hugging Face model, prepared or not. Under FSDP2 every rank calls this; rank 0 writes, and parameters
+            are gathered one at a time.
+        dst: directory to create.
+        contract: None takes that of the prepared model.
+        tokenizer: saved with the checkpoint (anything with `save_pretrained`), or a directory whose files are copied.
+        compensation: state of residual compensation to store (see `trainer_qat.calibration`).
+        max_shard_bytes: size of a shard; bounds the CPU memory used.
+        overwrite: replace an existing `dst`.
+
+    Raises:
+        CheckpointError: `dst` is in the way or cannot be written.
+        MismatchError: the contract is not the one that the model trains with.
+        FormatError: a weight holds NaN or Inf, naming it.
+    """
+    payload = Payload(model, contract)
+    payload.specs()  # refuses unsupported families before anything is written
+    if payload.sharded and dist.get_rank() != 0:
+        fingerprint = _follow(payload)
+        return ExportReport(Path(dst), fingerprint, len(payload.quantized))
+    with CheckpointWriter(
+        dst,
+        format=Format.QUADS,
+        contract=payload.contract,
+        config=_config(payload.model),
+        max_shard_bytes=max_shard_bytes,
+        overwrite=overwrite,
+    ) as writer:
+        for item in payload.items():
+            _add(writer, item)
+        generation = getattr(payload.model, "generation_config", None)
+        if generation is not None:
+            generation.save_pretrained(writer.directory)
+        save_frozen(model, writer.directory)
+        files = tokenizer if isinstance(tokenizer, (str, Path)) else None
+        if tokenizer is not None and files is None:
+            tokenizer.save_pretrained(writer.directory)
+        path = writer.finish(copy_files_from=files, compensation=compensation)
+        fingerprint = writer.fingerprint
+    if payload.sharded:
+        dist.broadcast_object_list([fingerprint], src=0)
+    return ExportReport(path, fingerprint, len(payload.quantized))
+
+
+def _add(writer: CheckpointWriter, item: Item) -> None:
+    if isinstance(item.value, PackedTensor):
+        writer.add_packed(item.name, item.value)
+    else:
+        writer.add(item.name, item.value)
+
+
+def _follow(payload: Payload) -> str:
+    """Take part in the gathering that rank 0 needs, and learn the fingerprint from it."""
+    for _ in payload.items():
+        pass
+    received: list[str] = [""]
+    dist.broadcast_object_list(received, src=0)
+    return received[0]
+
+
+def _config(model: nn.Module) -> dict[str, Any]:
+    """config.json of the plain model."""
+    config: dict[str, Any] = json.loads(model.config.to_json_string())  # type: ignore[union-attr, operator]
+    config["architectures"] = [type(model).__name__.removeprefix("FSDP")]
+    config["dtype"] = "float16" if str(next(model.parameters()).dtype) == "torch.float16" else "bfloat16"
+    config.pop("quantization_config", None)
+    return config

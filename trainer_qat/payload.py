@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model's weights as a checkpoint or an engine wants them: one parameter at a time, under checkpoint names.
+
+Fused stacks of experts are split into one tensor per expert by transformers' own reverse mapping, so names are those
+that `save_pretrained` writes (Mixtral's `block_sparse_moe.experts.N.w1` included). Sharded parameters (FSDP2) are
+gathered one at a time; every rank has to iterate.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from trainer_qat.inventory import Weight, weights_of
+from trainer_qat.prepare import frozen_amax, is_prepared, state_of
+from trainer_qat.quantizer import full_amax, shared_amax
+from vllm_quads.checkpoint.disk_names import unstack
+from vllm_quads.checkpoint.layouts import LAYOUTS, Format
+from vllm_quads.nvfp4 import (
+    BLOCK_SIZE,
+    Contract,
+    ContractError,
+    MismatchError,
+    PackedTensor,
+    canonical_name,
+    fingerprint,
+    first_difference,
+    packed_digest,
+    scale_group,
+)
+from vllm_quads.refit import TensorSpec
+
+_INNER_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One matrix or vector under its checkpoint name."""
+
+    name: str
+    """Name of a plain tensor, `...gate_proj.weight` for a quantized one too."""
+    value: Tensor | PackedTensor
+    """On the device of the model; quantized weights are packed if `quantized`, else BF16."""
+    quantized: bool
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the `quads` format that stand for it."""
+        if isinstance(self.value, PackedTensor):
+            return LAYOUTS[Format.QUADS].tensors(self.name.removesuffix(".weight"), self.value)
+        return {self.name: self.value}
+
+
+class Payload:
+    """The weights of a model under its contract."""
+
+    def __init__(self, model: nn.Module, contract: Contract | None = None) -> None:
+        """Resolve what is quantized; nothing is computed yet.
+
+        contract: None takes that of a prepared model. Raises MismatchError if it is another one than the model trains
+        with, ContractError if there is none or it does not fit.
+        """
+        self.model = _unwrap(model)
+        if is_prepared(model):
+            state = state_of(model)
+            difference = first_difference(state.contract, contract) if contract is not None else None
+            if difference is not None:
+                raise MismatchError(
+                    f"the model trains with another contract than the one given: {difference}; "
+                    f"leave out `contract`, or prepare the model with it"
+                )
+            self.contract, self.quantized = state.contract, state.quantized
+        elif contract is None:
+            raise ContractError("the model is not prepared and no contract is given: call prepare_qat, or pass one")
+        else:
+            shapes = {name: shape for w in weights_of(model) for name, shape in w.matrices.items()}
+            self.contract, self.quantized = contract, contract.resolve(shapes)
+        self._weights: dict[str, Weight] = {}
+        self._groups: dict[str, list[Weight]] = {}
+        for weight in weights_of(self.model):
+            if next(iter(weight.matrices)) in self.quantized:
+                self._weights[weight.parameter] = weight
+                self._groups.setdefault(scale_group(weight.name), []).append(weight)
+        self._frozen = frozen_amax(model)
+
+    @property
+    def sharded(self) -> bool:
+        """True if parameters are sharded over ranks, so that all of them have to iterate."""
+        # Asked of the modules too: between forward and backward a unit may hold its full parameters.
+        return any(isinstance(m, FSDPModule) for m in self.model.modules()) or any(
+            isinstance(p, DTensor) for p in self.model.parameters()
+        )
+
+    def items(self, *, packed: bool = True, quantized_only: bool = False) -> Iterator[Item]:
+        """Every weight, layer by layer; with packed=False quantized weights come as BF16."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                weight = self._weights.get(name)
+                if weight is None and quantized_only:
+                    continue
+                full = _full(parameter)
+                amax = self._amax(weight, full) if weight is not None and packed else {}
+                for disk, tensor in self._convert(name, full).items():
+                    canonical = canonical_name(disk)
+                    if canonical not in self.quantized:
+                        yield Item(disk, _plain(tensor), False)
+                    elif packed:
+                        value = PackedTensor.quantize(tensor, amax=amax[scale_group(canonical)], name=canonical)
+                        yield Item(disk, value, True)
+                    else:
+                        yield Item(disk, tensor.to(torch.bfloat16).contiguous(), True)
+            if not quantized_only:
+                for name, buffer in self._buffers():
+                    for disk, tensor in self._convert(name, _full(buffer)).items():
+                        yield Item(disk, tensor.contiguous(), False)
+
+    def specs(self, *, packed: bool = True) -> dict[str, TensorSpec]:
+        """Shape and dtype of every tensor that `items` will give, by name; computes and gathers nothing.
+
+        Raises MismatchError if the model's checkpoint layout does not hold all quantized matrices one by one.
+        """
+        specs: dict[str, TensorSpec] = {}
+        found = set()
+        for name, parameter in self.model.named_parameters():
+            meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            for disk, tensor in self._convert(name, meta).items():
+                canonical = canonical_name(disk)
+                shape = tuple(tensor.shape)
+                if canonical not in self.quantized:
+                    specs[disk] = TensorSpec(shape, _plain(tensor).dtype)
+                    continue
+                found.add(canonical)
+                if shape != self.quantized.shapes[canonical]:
+                    raise MismatchError(
+                        f"{disk}: has shape {shape} in a checkpoint, but {self.quantized.shapes[canonical]} was "
+                        f"quantized; this model family is not supported"
+                    )
+                specs |= _packed_specs(disk, shape) if packed else {disk: TensorSpec(shape, torch.bfloat16)}
+        missing = sorted(set(self.quantized.shapes) - found)
+        if missing:
+            raise MismatchError(
+                f"{missing[0]}: is quantized, but transformers does not save it as a tensor of its own "
+                f"({len(missing)} such matrices); this model family is not supported"
+            )
+        for name, buffer in self._buffers():
+            meta = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+            specs |= {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in self._convert(name, meta).items()}
+        return specs
+
+    def fingerprint(self) -> str:
+        """Fingerprint of the packed weights; quantizes all of them once and keeps none."""
+        digests: dict[str, int] = {}
+        for item in self.items(quantized_only=True):
+            assert isinstance(item.value, PackedTensor)
+            digests[canonical_name(item.name)] = int(packed_digest(item.value))
+        return fingerprint(digests)
+
+    def _amax(self, weight: Weight, full: Tensor) -> dict[str, Tensor]:
+        """amax, float32 scalar, of each scale group that has a matrix in this parameter."""
+        groups = list(dict.fromkeys(scale_group(name) for name in weight.matrices))
+        if full.dim() == 3:
+            amax = self._frozen.get(weight.name)
+            amax = full_amax(full, weight.name) if amax is None else amax.to(full.device)
+            return dict(zip(groups, amax.unbind(), strict=True))
+        frozen = self._frozen.get(weight.name)
+        if frozen is not None:
+            return {groups[0]: frozen.to(full.device)}
+        return {groups[0]: shared_amax([w.tensor for w in self._groups[groups[0]]], weight.name)}
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Buffers that a state dict holds."""
+        for path, module in self.model.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield f"{path}.{name}" if path else name, buffer
+
+    def _convert(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Checkpoint names and tensors of one parameter."""
+        name = _INNER_WRAPPERS.sub("", name)
+        if not hasattr(self.model, "save_pretrained"):
+            return {f"{n}.weight": t for n, t in unstack(name, tensor)} if tensor.dim() == 3 else {name: tensor}
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return cast(dict[str, Tensor], revert_weight_conversion(self.model, {name: tensor}))
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """The Hugging Face model inside of torch.compile and DistributedDataParallel."""
+    for attribute in ("_orig_mod", "module"):
+        inner = getattr(model, attribute, None)
+        if isinstance(inner, nn.Module):
+            return _unwrap(inner)
+    return model
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """FP32 master weights are served in BF16; other dtypes stay."""
+    return tensor.to(torch.bfloat16).contiguous() if tensor.dtype == torch.float32 else tensor.contiguous()
+
+
+def _packed_specs(disk: str, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
+    n, k = shape
+    layout, module = LAYOUTS[Format.QUADS], disk.removesuffix(".weight")
+    return {
+        f"{module}.{layout.codes}": TensorSpec((n, k // 2), torch.uint8),
+        f"{module}.{layout.block_scales}": TensorSpec((n, k // BLOCK_SIZE), torch.float8_e4m3fn),
+        f"{module}.{layout.global_scale}": TensorSpec(layout.scale_shapes[0], torch.float32),
+    }

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Push the trainer's weights into a running rollout engine, and prove that they arrived.
+
+The engine is anything that `vllm_quads.refit.as_engine` accepts; this package does not know vLLM. Contract and tensor
+set are compared before a byte moves, the fingerprints of the packed weights after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from trainer_qat.payload import Item, Payload
+from vllm_quads.nvfp4 import (
+    Contract,
+    ContractError,
+    MismatchError,
+    QuadsError,
+    RefitError,
+    WeightGlobalScale,
+    first_difference,
+)
+from vllm_quads.refit import Manifest, RefitReport, RolloutEngine, as_engine
+
+
+class RolloutSync:
+    """Pushes one model into one engine, as often as wanted.
+
+        sync = RolloutSync(model, llm)
+        report = sync.push()
+
+    Under FSDP2 every rank makes one and pushes; ranks without an engine of their own pass None and take part in the
+    gathering. Parameters are gathered one at a time.
+    """
+
+    def __init__(
+        self, model: nn.Module, engine: Any, *, contract: Contract | None = None, progress: bool = False
+    ) -> None:
+        """Compare trainer and engine.
+
+        Args:
+            model: a prepared model (or a plain one together with a contract).
+            engine: an in-process vLLM `LLM`, or a `vllm_quads.refit.RolloutEngine`.
+            contract: None takes that of the prepared model.
+            progress: show a progress line while pushing.
+
+        Raises:
+            MismatchError: contract or tensor set differ; names the first difference.
+            RefitError: the engine is of a kind that nothing knows.
+        """
+        self.payload = Payload(model, contract)
+        self.engine: RolloutEngine | None = None if engine is None else as_engine(engine)
+        self._progress = progress
+        if self.engine is not None:
+            self._check(self.engine)
+
+    def _check(self, engine: RolloutEngine) -> None:
+        difference = first_difference(self.payload.contract, engine.contract())
+        if difference is not None:
+            raise MismatchError(
+                f"trainer and rollout follow different contracts (trainer != rollout): {difference}; start the engine "
+                f"with the trainer's contract, or prepare the model with the engine's"
+            )
+        self.payload.quantized.require_equal(engine.quantized())
+
+    def push(
+        self,
+        policy_version: int | None = None,
+        sensitivities: Mapping[str, float] | None = None,
+        *,
+        packed: bool = True,
+    ) -> RefitReport:
+        """Send all weights and swap them in; either all of them serve afterwards, or the previous ones still do.
+
+        Args:
+            policy_version: None counts on from the engine's version.
+            sensitivities: see `trainer_qat.sensitivities`; the engine spends its compensation budget by them.
+            packed: send quantized weights in NVFP4 (28 % of the BF16 bytes); with False the engine quantizes BF16
+                weights itself, with the same result.
+
+        Returns:
+            The engine's report, with the trainer's own phases added to its seconds.
+
+        Raises:
+            MismatchError: contract, tensor set or fingerprint differ.
+            RefitError: the engine refused or failed; the previous weights keep serving.
+            FormatError: a weight holds NaN or Inf, naming it.
+        """
+        start = time.perf_counter()
+        if not packed and self.payload.contract.weight_global_scale is WeightGlobalScale.FROZEN:
+            raise ContractError("packed=False: an engine cannot know frozen scales; push packed weights")
+        fingerprint = self.payload.fingerprint()
+        fingerprinted = time.perf_counter()
+        report: RefitReport | None = None
+        error: BaseException | None = None
+        stream = self._stream(packed)
+        try:
+            if self.engine is not None:
+                manifest = self._manifest(self.engine, fingerprint, policy_version, sensitivities or {}, packed)
+                report = self._transfer(self.engine, manifest, stream)
+        except BaseException as e:
+            error = e
+        if self.payload.sharded:
+            with contextlib.suppress(QuadsError):  # other ranks wait in a gather until this one has seen everything
+                for _ in stream:
+                    pass
+            error = _agree(error)
+        stream.close()
+        if error is not None:
+            raise error
+        if report is None:
+            return RefitReport(policy_version or 0, fingerprint, 0, 0, {})
+        seconds = {"fingerprint": fingerprinted - start, "total": time.perf_counter() - start}
+        return dataclasses.replace(
+            report, seconds={**report.seconds, **{f"trainer_{k}": v for k, v in seconds.items()}}
+        )
+
+    def _manifest(
+        self,
+        engine: RolloutEngine,
+        fingerprint: str,
+        version: int | None,
+        sensitivities: Mapping[str, float],
+        packed: bool,
+    ) -> Manifest:
+        self._check(engine)
+        return Manifest(
+            contract=self.payload.contract,
+            quantized=self.payload.quantized,
+            tensors=self.payload.specs(packed=packed),
+            fingerprint=fingerprint,
+            policy_version=engine.policy_version() + 1 if version is None else version,
+            compensation={name: torch.tensor(value, dtype=torch.float32) for name, value in sensitivities.items()},
+        )
+
+    def _transfer(self, engine: RolloutEngine, manifest: Manifest, stream: Iterator[tuple[str, Tensor]]) -> RefitReport:
+        last = "(nothing yet)"
+
+        def watched() -> Iterator[tuple[str, Tensor]]:
+            nonlocal last
+            for name, tensor in stream:
+                last = name
+                yield name, tensor
+
+        try:
+            engine.begin(manifest)
+            engine.load(watched())
+            report = engine.commit()
+        except BaseException as e:
+            self._abort(engine, e)
+            if isinstance(e, QuadsError) or not isinstance(e, Exception):
+                raise
+            raise RefitError(
+                f"push of policy version {manifest.policy_version} failed after {last}: {type(e).__name__}: {e}; "
+                f"the previous weights keep serving"
+            ) from e
+        for got in (report.fingerprint, engine.fingerprint()):
+            if got != manifest.fingerprint:
+                raise MismatchError(
+                    f"policy version {manifest.policy_version}: the engine serves weights with fingerprint {got}, the "
+                    f"trainer sent {manifest.fingerprint}; do not use its rollouts"
+                )
+        return report
+
+    @staticmethod
+    def _abort(engine: RolloutEngine, cause: BaseException) -> None:
+        try:
+            engine.abort()
+        except Exception as e:
+            raise RefitError(
+                f"the push failed ({cause}) and so did the engine's abort ({e}); restart the engine, its weights are "
+                f"in an unknown state"
+            ) from cause
+
+    def _stream(self, packed: bool) -> Generator[tuple[str, Tensor], None, None]:
+        with _progress_line(self._progress, len(self.payload.quantized)) as advance:
+            for item in self.payload.items(packed=packed):
+                yield from item.tensors().items()
+                advance(item)
+
+
+@contextlib.contextmanager
+def _progress_line(show: bool, total: int) -> Iterator[Callable[[Item], None]]:
+    if not show:
+        yield lambda item: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("push"), BarColumn(), MofNCompleteColumn(), TextColumn("matrices"), TimeElapsedColumn())
+    with Progress(*columns, transient=True) as bar:
+        task = bar.add_task("push", total=total)
+        yield lambda item: bar.update(task, advance=1 if item.quantized else 0)
+
+
+def _agree(error: BaseException | None) -> BaseException | None:
+    """The error of this rank, or one that tells of another rank's."""
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
+    other = next((f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None), None)
+    if error is None and other is not None:
+        return RefitError(f"the push failed on {other}")
+    return error
