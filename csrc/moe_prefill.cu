@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+// Grouped GEMM for large token counts, same weights and epilogues as moe_decode.cu, bound by the tensor cores.
+//
+// Persistent; a unit is 256 weight rows x up to 128 tokens of one expert. Three warpgroups:
+//   - one producer: a thread feeds the weight ring (4 x 2304 bytes per 64 k) with bulk copies, all 128 threads gather the
+//     tokens' rows with cp.async into the 128-byte swizzle that wgmma reads;
+//   - two consumers of 128 rows each: A fragments are decoded in registers (the layout of moe_decode.cu is also that of
+//     wgmma's A operand) while the previous step's wgmma runs.
+#include "moe_params.cuh"
+#include "wgmma.cuh"
+
+namespace quads {
+namespace {
+
+constexpr int kTokens = 128;
+constexpr int kThreads = 384;
+constexpr int kTilesPerUnit = 4;
+constexpr int kStages = 8;
+constexpr int kLag = 3;  // stages a producer's cp.async groups stay in flight
+constexpr int kWeightBytes = kTilesPerUnit * kBlockBytes;
+constexpr int kOperandBytes = kTokens * 128;
+constexpr int kOperandOffset = 0;
+constexpr int kWeightOffset = kStages * kOperandBytes;
+constexpr int kMetaOffset = kWeightOffset + kStages * kWeightBytes;
+constexpr int kBarrierOffset = kMetaOffset + kTokens * (int)sizeof(TokenMeta);
+constexpr int kSmemBytes = kBarrierOffset + 3 * 8 * kStages + 1024;  // 1024: alignment of the base
+
+struct Ring {
+  int slot = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void next() {
+    if (++slot == kStages) {
+      slot = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+struct Barriers {
+  uint32_t weights, operand, empty;
+};
+
+template <int N, int EPILOGUE, typename Out>
+__device__ __forceinline__ void compute_unit(const GemmArgs& p, const Barriers& bar, Ring& ring, uint32_t base,
+                                             const TokenMeta* meta, int expert, int tile, int count, int group) {
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  float acc[2][N / 2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int j = 0; j < N / 2; ++j) acc[i][j] = 0.0f;
+  const uint32_t code_offset = kWeightOffset + group * 2 * kBlockBytes + warp * 512 + lane * 16;
+  const uint32_t scale_offset = kWeightOffset + group * 2 * kBlockBytes + kScaleOffset + warp * 64 + (lane >> 2) * 8;
+
+  uint32_t a[2][2][4];  // [k-step parity][row tile][register]
+  int previous = -1;
+  for (int it = 0; it < p.kblocks; ++it) {
+    mbar_wait(bar.weights + 8 * ring.slot, ring.phase);
+    uint4 codes[2];
+    uint2 scales[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t at = base + ring.slot * kWeightBytes + i * kBlockBytes;
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(codes[i].x), "=r"(codes[i].y), "=r"(codes[i].z), "=r"(codes[i].w)
+                   : "r"(at + code_offset)
+                   : "memory");
+      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                   : "=r"(scales[i].x), "=r"(scales[i].y)
+                   : "r"(at + scale_offset)
+                   : "memory");
+    }
+    mbar_wait(bar.operand + 8 * ring.slot, ring.phase);
+    const uint64_t descriptor = wgmma_descriptor(base + kOperandOffset + ring.slot * kOperandBytes);
+#define QUADS_STEP(KSTEP)                                                                       \
+  {                                                                                             \
+    decode_word(word_of(codes[0], KSTEP), decode_scales<KSTEP>(scales[0]), a[(KSTEP) & 1][0]);  \
+    decode_word(word_of(codes[1], KSTEP), decode_scales<KSTEP>(scales[1]), a[(KSTEP) & 1][1]);  \
+    wgmma_fence();                                                                              \
+    wgmma<N>(acc[0], a[(KSTEP) & 1][0], descriptor + 2 * (KSTEP));                              \
+    wgmma<N>(acc[1], a[(KSTEP) & 1][1], descriptor + 2 * (KSTEP));                              \
+    wgmma_commit();                                                                             \
+    wgmma_wait<1>();                                                                            \
+  }
+    QUADS_STEP(0)
+    if (previous >= 0 && threadIdx.x % 128 == 0) mbar_arrive(bar.empty + 8 * previous);
+    QUADS_STEP(1)
+    QUADS_STEP(2)
+    QUADS_STEP(3)
+#undef QUADS_STEP
+    previous = ring.slot;
+    ring.next();
+  }
+  wgmma_wait<0>();
+  if (threadIdx.x % 128 == 0) mbar_arrive(bar.empty + 8 * previous);
+
+  const float2 alpha = load_alpha(p, expert);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row_tile = tile + group * 2 + i;
+    if (row_tile >= p.row_tiles) break;
+    const int channel = (row_tile * 4 + warp) * 8 + (lane >> 2);
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j) {
+      const int token = 8 * j + 2 * (lane & 3);
+      if (token < count) store_pair<EPILOGUE, Out>(p, expert, alpha, meta[token], channel, acc[i][4 * j], acc[i][4 * j + 2]);
+      if (token + 1 < count)
+        store_pair<EPILOGUE, Out>(p, expert, alpha, meta[token + 1], channel, acc[i][4 * j + 1], acc[i][4 * j + 3]);
+    }
+  }
+}
+
+template <int EPILOGUE, typename Out>
+__global__ void __launch_bounds__(kThreads, 1) moe_prefill_kernel(const GemmArgs p) {
+  extern __shared__ char raw_smem[];
+  const uint32_t raw = smem_u32(raw_smem);
+  const uint32_t base = (raw + 1023u) & ~1023u;
+  char* smem = raw_smem + (base - raw);
+  const Barriers bar{base + kBarrierOffset, base + kBarrierOffset + 8 * kStages, base + kBarrierOffset + 16 * kStages};
+  TokenMeta* meta = reinterpret_cast<TokenMeta*>(smem + kMetaOffset);
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      mbar_init(bar.weights + 8 * i, 1);
+      mbar_init(bar.operand + 8 * i, 128);
+      mbar_init(bar.empty + 8 * i, 2);
+    }
+    mbar_init_fence();
+  }
+  __syncthreads();
+  grid_dependency_wait();
+  grid_dependency_launch();
+
+  const int units_per_segment = (p.row_tiles + kTilesPerUnit - 1) / kTilesPerUnit;
+  const int units = *p.num_segments * units_per_segment;
+
+  if (threadIdx.x < 128) {  // producer warpgroup
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    const int tid = threadIdx.x, chunk = tid % 8, first_row = tid / 8;
+    Ring ring;
+    uint32_t pending[kLag];  // slots whose cp.async groups are still in flight, oldest first
+    int in_flight = 0;
+#pragma unroll
+    for (int i = 0; i < kLag; ++i) pending[i] = 0;
+    for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+      const int segment = unit / units_per_segment, tile = unit % units_per_segment * kTilesPerUnit;
+      const int expert = p.segments[3 * segment], start = p.segments[3 * segment + 1], count = p.segments[3 * segment + 2];
+      const int tiles = min(kTilesPerUnit, p.row_tiles - tile);
+      const uint8_t* weights = p.weights + ((int64_t)expert * p.row_tiles + tile) * p.kblocks * kBlockBytes;
+      int rows[8];  // operand row of this thread's tokens, -1 past the segment
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int token = first_row + 16 * i;
+        rows[i] = token < count ? p.sorted[start + token] / p.row_divisor : -1;
+      }
+      for (int it = 0; it < p.kblocks; ++it) {
+        mbar_wait(bar.empty + 8 * ring.slot, ring.phase ^ 1);
+        if (tid == 0) {
+          mbar_expect_tx(bar.weights + 8 * ring.slot, tiles * kBlockBytes);
+          for (int i = 0; i < tiles; ++i)
+            bulk_copy(base + kWeightOffset + ring.slot * kWeightBytes + i * kBlockBytes,
+                      weights + ((int64_t)i * p.kblocks + it) * kBlockBytes, kBlockBytes, bar.weights + 8 * ring.slot);
+        }
+        const uint32_t target = base + kOperandOffset + ring.slot * kOperandBytes + ((chunk ^ (first_row & 7)) * 16);
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          if (rows[i] >= 0)
+            cp_async16(target + (first_row + 16 * i) * 128, p.operand + (int64_t)rows[i] * p.ldb + it * 64 + chunk * 8);
+        cp_async_commit();
+        if (in_flight == kLag) {
+          cp_async_wait<kLag>();
+          asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+          mbar_arrive(bar.operand + 8 * pending[0]);
+        } else {
+          ++in_flight;
+        }
+#pragma unroll
+        for (int i = 0; i + 1 < kLag; ++i) pending[i] = pending[i + 1];
+        pending[kLag - 1] = ring.slot;
+        ring.next();
+      }
+    }
+    cp_async_wait<0>();
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < kLag; ++i)
+      if (i >= kLag - in_flight) mbar_arrive(bar.operand + 8 * pending[i]);
+    return;
+  }
+
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+  const int group = threadIdx.x / 128 - 1;
+  Ring ring;
+  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    const int segment = unit / units_per_segment, tile = unit % units_per_segment * kTilesPerUnit;
+    const int expert = p.segments[3 * segment], start = p.segments[3 * segment + 1], count = p.segments[3 * segment + 2];
+    named_barrier(1, 256);  // the previous unit's epilogue is done with meta
+    if (threadIdx.x - 128 < count) meta[threadIdx.x - 128] = load_token(p, start + threadIdx.x - 128);
+    named_barrier(1, 256);
+    if (count <= 32) compute_unit<32, EPILOGUE, Out>(p, bar, ring, base, meta, expert, tile, count, group);
+    else if (count <= 64) compute_unit<64, EPILOGUE, Out>(p, bar, ring, base, meta, expert, tile, count, group);
+    else if (count <= 96) compute_unit<96, EPILOGUE, Out>(p, bar, ring, base, meta, expert, tile, count, group);
+    else compute_unit<128, EPILOGUE, Out>(p, bar, ring, base, meta, expert, tile, count, group);
+  }
+}
+
+template <int EPILOGUE, typename Out>
+int launch_prefill(const GemmArgs& p, cudaStream_t stream) {
+  if (p.max_tokens > kTokens) return cudaErrorInvalidValue;
+  constexpr auto kernel = moe_prefill_kernel<EPILOGUE, Out>;
+  cudaError_t e = allow_shared_memory<kernel>(kSmemBytes);
+  if (e != cudaSuccess) return e;
+  return launch(kernel, dim3(multiprocessors()), dim3(kThreads), kSmemBytes, stream, p);
+}
+
+}  // namespace
+}  // namespace quads
+
+// out_dtype: 0 bfloat16, 1 float16, 2 float32. epilogue: 0 SwiGLU, 1 plain.
+extern "C" int quads_moe_prefill(const quads::GemmArgs* args, int epilogue, int out_dtype, void* stream) {
+  using namespace quads;
+  cudaStream_t s = static_cast<cudaStream_t>(stream);
+  if (epilogue == kSwiGlu) {
+    if (out_dtype == 0) return launch_prefill<kSwiGlu, __nv_bfloat16>(*args, s);
+    if (out_dtype == 1) return launch_prefill<kSwiGlu, __half>(*args, s);
+  } else {
+    if (out_dtype == 0) return launch_prefill<kPlain, __nv_bfloat16>(*args, s);
+    if (out_dtype == 1) return launch_prefill<kPlain, __half>(*args, s);
+    if (out_dtype == 2) return launch_prefill<kPlain, float>(*args, s);
+  }
+  return cudaErrorInvalidValue;
+}

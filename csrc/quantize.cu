@@ -1,0 +1,373 @@
+// SPDX-License-Identifier: Apache-2.0
+// Online activation quantization with residual, bit-identical to vllm_quads.nvfp4.reference / vllm_quads.compensation,
+// and the small kernels around the MoE GEMMs: grouping of (token, expert) pairs and the top-k sum.
+//
+// Quantization: one thread per 16-channel block, a power-of-two group of threads per row; the row's amax (per-token
+// global scale) is one reduction, after which the row is read again from cache.
+#include "common.cuh"
+#include "nvfp4_math.cuh"
+
+namespace quads {
+
+// Mirrored in vllm_quads/kernels/_native.py.
+struct QuantizeArgs {
+  const void* x;              // [rows, ldx] bfloat16 or float16
+  const float* center;        // [K] or null
+  const float* g;             // static encode global scales [groups] or null (one per row, from its amax)
+  const uint8_t* mask;        // [groups, K / 16] or null: blocks whose residual is added / null
+  const uint8_t* full;        // [rows / full_divisor] or null: rows that take the residual of every block
+  const int* group;           // [rows] or null: row's group (expert) for g and mask; negative rows are skipped
+  __half* merged;             // [rows, ldm]: q s + residual, zero in [K, ldm)
+  float* decode;              // [rows]
+  uint8_t* codes;             // packed form: [rows, (K + S) / 2]
+  uint8_t* scales;            // packed form: [rows, (K + S) / 16] linear, or 128x4 swizzled
+  const int* appended;        // [S / 16] block indices, ascending
+  int rows, k, ldx, ldm;
+  int full_divisor;           // row / full_divisor indexes `full`
+  int full_all;               // every row takes the residual of every block
+  int num_appended;           // S / 16
+  int swizzled;
+};
+
+// Mirrored in vllm_quads/kernels/_native.py.
+struct AlignArgs {
+  const int* ids;          // [pairs * id_stride] expert ids (id_stride 2 reads the low words of int64)
+  const int* expert_map;   // [global experts] or null: local expert or -1
+  int* pair_expert;        // [pairs]: local expert or -1
+  int* sorted;             // [pairs]
+  int* segments;           // [max segments][3]
+  int* num_segments;       // [1]
+  int pairs, id_stride, global_experts, local_experts, capacity;
+};
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kAlignThreads = 1024;
+constexpr int kMaxExperts = 1024;
+
+template <typename T>
+__device__ __forceinline__ void load_block(const T* p, const float* center, float (&x)[16]) {
+  uint4 raw[2];
+  raw[0] = *reinterpret_cast<const uint4*>(p);
+  raw[1] = *reinterpret_cast<const uint4*>(p + 8);
+  const T* values = reinterpret_cast<const T*>(raw);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) x[i] = to_float<T>(values[i]);
+  if (center != nullptr) {
+    const float4* c = reinterpret_cast<const float4*>(center);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float4 v = c[i];
+      x[4 * i] = sub_rn(x[4 * i], v.x);
+      x[4 * i + 1] = sub_rn(x[4 * i + 1], v.y);
+      x[4 * i + 2] = sub_rn(x[4 * i + 2], v.z);
+      x[4 * i + 3] = sub_rn(x[4 * i + 3], v.w);
+    }
+  }
+}
+
+__device__ __forceinline__ int64_t scale_offset(int row, int column, int columns, int swizzled) {
+  if (!swizzled) return (int64_t)row * columns + column;
+  const int column_tiles = (columns + 3) / 4;
+  return ((int64_t)(row / 128) * column_tiles + column / 4) * 512 + (row % 32) * 16 + (row / 32) % 4 * 4 + column % 4;
+}
+
+__device__ __forceinline__ void store_codes(uint8_t* out, const float (&q)[16]) {
+  uint32_t words[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < 16; ++i) words[i / 8] |= e2m1_code(q[i]) << (4 * (i % 8));
+  *reinterpret_cast<uint2*>(out) = make_uint2(words[0], words[1]);
+}
+
+// max over a row's TPR threads; TPR > 32 goes through shared memory.
+template <int TPR>
+__device__ __forceinline__ float row_max(float m) {
+#pragma unroll
+  for (int offset = (TPR < 32 ? TPR : 32) / 2; offset > 0; offset /= 2)
+    m = max_magnitude(m, __shfl_xor_sync(0xFFFFFFFFu, m, offset));
+  if (TPR > 32) {
+    __shared__ float partial[kThreads / 32];
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = m;
+    __syncthreads();
+    const int first = threadIdx.x / TPR * (TPR / 32);
+#pragma unroll
+    for (int i = 0; i < TPR / 32; ++i) m = max_magnitude(m, partial[first + i]);
+  }
+  return m;
+}
+
+template <typename T, bool FOUR, bool PACKED, int TPR>
+__device__ __forceinline__ void quantize_rows(const QuantizeArgs& p, int first_row) {
+  const int lane = threadIdx.x % TPR;
+  const int row = first_row + threadIdx.x / TPR;
+  const int group = row >= p.rows ? -1 : p.group == nullptr ? 0 : p.group[row];
+  const bool active = group >= 0;
+  const int blocks = p.k / 16;
+  const T* x = reinterpret_cast<const T*>(p.x) + (int64_t)row * p.ldx;
+
+  float v[16];
+  float m = 0.0f;
+  if (p.g == nullptr) {
+    if (active)
+      for (int b = lane; b < blocks; b += TPR) {
+        load_block<T>(x + 16 * b, p.center == nullptr ? nullptr : p.center + 16 * b, v);
+        m = max_magnitude(m, amax16(v));
+      }
+    m = row_max<TPR>(m);
+  }
+  if (!active) return;
+  const float g = p.g != nullptr ? p.g[group] : encode_scale(m, FOUR ? kRangeFourOverSix : kRangeMaxToSix);
+  const float decode = div_rn(1.0f, g);
+  if (lane == 0) p.decode[row] = decode;
+  const bool full = p.full_all || (p.full != nullptr && p.full[row / p.full_divisor]);
+
+  const int total = PACKED ? blocks + p.num_appended : p.ldm / 16;
+  for (int i = lane; i < total; i += TPR) {
+    const bool appended = PACKED && i >= blocks;
+    const int b = appended ? p.appended[i - blocks] : i;
+    if (!PACKED && b >= blocks) {
+      uint4* out = reinterpret_cast<uint4*>(p.merged + (int64_t)row * p.ldm + 16 * b);
+      out[0] = out[1] = make_uint4(0, 0, 0, 0);
+      continue;
+    }
+    // the block of the first pass is still in registers when a thread has only one
+    if (blocks > TPR || p.g != nullptr || appended)
+      load_block<T>(x + 16 * b, p.center == nullptr ? nullptr : p.center + 16 * b, v);
+    float q[16], qr[16];
+    const BlockScale s = quantize_block<FOUR>(v, g, decode, q);
+    if (PACKED) {
+      BlockScale written = s;
+      if (appended) {
+        written = quantize_residual(v, q, s.s, g, decode, qr);
+#pragma unroll
+        for (int j = 0; j < 16; ++j) q[j] = qr[j];
+      }
+      store_codes(p.codes + (int64_t)row * (total * 8) + i * 8, q);
+      p.scales[scale_offset(row, i, total, p.swizzled)] = (uint8_t)written.byte;
+    } else {
+      const bool residual = full || (p.mask != nullptr && p.mask[(int64_t)group * blocks + b]);
+      __half2 out[8];
+      if (residual) {
+        const BlockScale r = quantize_residual(v, q, s.s, g, decode, qr);
+        // both products and their sum are exact in float32; one rounding, to FP16
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          out[j] = __floats2half2_rn(add_rn(mul_rn(q[2 * j], s.s), mul_rn(qr[2 * j], r.s)),
+                                     add_rn(mul_rn(q[2 * j + 1], s.s), mul_rn(qr[2 * j + 1], r.s)));
+      } else {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) out[j] = __floats2half2_rn(mul_rn(q[2 * j], s.s), mul_rn(q[2 * j + 1], s.s));
+      }
+      uint4* target = reinterpret_cast<uint4*>(p.merged + (int64_t)row * p.ldm + 16 * b);
+      target[0] = reinterpret_cast<const uint4*>(out)[0];
+      target[1] = reinterpret_cast<const uint4*>(out)[1];
+    }
+  }
+}
+
+template <typename T, bool FOUR, bool PACKED, int TPR>
+__global__ void __launch_bounds__(kThreads) quantize_kernel(const QuantizeArgs p) {
+  grid_dependency_launch();
+  grid_dependency_wait();
+  quantize_rows<T, FOUR, PACKED, TPR>(p, blockIdx.x * (kThreads / TPR));
+}
+
+// Groups pairs by local expert and cuts each expert's list into segments of at most `capacity`. One thread block.
+// The order of pairs within an expert depends on the run; no result does, since a pair's arithmetic does not depend on its
+// place in a segment.
+template <int THREADS>
+__device__ __forceinline__ void align_pairs(const AlignArgs& p) {
+  __shared__ int count[kMaxExperts];
+  __shared__ int cursor[kMaxExperts];
+  const int tid = threadIdx.x;
+  for (int e = tid; e < p.local_experts; e += THREADS) count[e] = 0;
+  __syncthreads();
+  for (int i = tid; i < p.pairs; i += THREADS) {
+    int e = p.ids[(int64_t)i * p.id_stride];
+    if (e < 0 || e >= p.global_experts) e = -1;
+    else if (p.expert_map != nullptr) e = p.expert_map[e];
+    if (e >= p.local_experts) e = -1;
+    p.pair_expert[i] = e;
+    if (e >= 0) atomicAdd(&count[e], 1);
+  }
+  __syncthreads();
+  if (tid < 32) {
+    int pairs = 0, segments = 0;
+    for (int base = 0; base < p.local_experts; base += 32) {
+      const int e = base + tid;
+      const int c = e < p.local_experts ? count[e] : 0;
+      const int s = (c + p.capacity - 1) / p.capacity;
+      int pair_sum = c, segment_sum = s;
+#pragma unroll
+      for (int offset = 1; offset < 32; offset *= 2) {
+        const int a = __shfl_up_sync(0xFFFFFFFFu, pair_sum, offset), b = __shfl_up_sync(0xFFFFFFFFu, segment_sum, offset);
+        if (tid >= offset) pair_sum += a, segment_sum += b;
+      }
+      if (e < p.local_experts) {
+        const int start = pairs + pair_sum - c;
+        cursor[e] = start;
+        for (int i = 0; i < s; ++i) {
+          int* segment = p.segments + 3 * (segments + segment_sum - s + i);
+          segment[0] = e;
+          segment[1] = start + i * p.capacity;
+          segment[2] = min(p.capacity, c - i * p.capacity);
+        }
+      }
+      pairs += __shfl_sync(0xFFFFFFFFu, pair_sum, 31);
+      segments += __shfl_sync(0xFFFFFFFFu, segment_sum, 31);
+    }
+    if (tid == 0) *p.num_segments = segments;
+  }
+  __syncthreads();
+  for (int i = tid; i < p.pairs; i += THREADS) {
+    const int e = p.pair_expert[i];
+    if (e >= 0) p.sorted[atomicAdd(&cursor[e], 1)] = i;
+  }
+}
+
+__global__ void __launch_bounds__(kAlignThreads) align_kernel(const AlignArgs p) {
+  grid_dependency_launch();
+  grid_dependency_wait();
+  align_pairs<kAlignThreads>(p);
+}
+
+// Grouping (block 0) and quantization of the layer's input (the others) in one launch.
+template <typename T, bool FOUR, int TPR>
+__global__ void __launch_bounds__(kThreads) prologue_kernel(const AlignArgs a, const QuantizeArgs p) {
+  grid_dependency_launch();
+  grid_dependency_wait();
+  if (blockIdx.x == 0)
+    align_pairs<kThreads>(a);
+  else
+    quantize_rows<T, FOUR, false, TPR>(p, (blockIdx.x - 1) * (kThreads / TPR));
+}
+
+template <typename T>
+struct alignas(16) Vec {
+  T v[16 / sizeof(T)];
+};
+
+// out[t, :] = sum over the token's valid pairs of y[pair, :], in order of the top-k slot, float32, one rounding.
+template <typename In, typename Out>
+__global__ void __launch_bounds__(kThreads) sum_kernel(const In* y, const int* pair_expert, Out* out, int tokens, int top_k,
+                                                       int columns, int ldy, int64_t ldo) {
+  grid_dependency_launch();
+  grid_dependency_wait();
+  constexpr int W = 16 / sizeof(In);
+  const int per_row = columns / W;
+  for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < (int64_t)tokens * per_row;
+       i += (int64_t)gridDim.x * kThreads) {
+    const int token = (int)(i / per_row), c = (int)(i % per_row) * W;
+    float sum[W];
+#pragma unroll
+    for (int j = 0; j < W; ++j) sum[j] = 0.0f;
+#pragma unroll 8
+    for (int k = 0; k < top_k; ++k) {
+      const int pair = token * top_k + k;
+      if (pair_expert[pair] < 0) continue;
+      const Vec<In> v = *reinterpret_cast<const Vec<In>*>(y + (int64_t)pair * ldy + c);
+#pragma unroll
+      for (int j = 0; j < W; ++j) sum[j] += to_float<In>(v.v[j]);
+    }
+    Out* target = out + (int64_t)token * ldo + c;
+    alignas(16) Out rounded[W];
+#pragma unroll
+    for (int j = 0; j < W; ++j) rounded[j] = from_float<Out>(sum[j]);
+    if constexpr (sizeof(Out) * W == 16)
+      *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(rounded);
+    else
+      *reinterpret_cast<uint2*>(target) = *reinterpret_cast<const uint2*>(rounded);
+  }
+}
+
+int threads_per_row(int k) {
+  const int blocks = k / 16;
+  int t = 16;
+  while (t < blocks && t < kThreads) t *= 2;
+  return t;
+}
+
+template <typename T, bool FOUR, bool PACKED>
+int launch_quantize(const QuantizeArgs& p, cudaStream_t s) {
+  const int tpr = threads_per_row(p.k);
+  const dim3 grid((p.rows + kThreads / tpr - 1) / (kThreads / tpr));
+  switch (tpr) {
+    case 16: return launch(quantize_kernel<T, FOUR, PACKED, 16>, grid, dim3(kThreads), 0, s, p);
+    case 32: return launch(quantize_kernel<T, FOUR, PACKED, 32>, grid, dim3(kThreads), 0, s, p);
+    case 64: return launch(quantize_kernel<T, FOUR, PACKED, 64>, grid, dim3(kThreads), 0, s, p);
+    case 128: return launch(quantize_kernel<T, FOUR, PACKED, 128>, grid, dim3(kThreads), 0, s, p);
+    default: return launch(quantize_kernel<T, FOUR, PACKED, 256>, grid, dim3(kThreads), 0, s, p);
+  }
+}
+
+template <typename T, bool FOUR>
+int launch_prologue(const AlignArgs& a, const QuantizeArgs& p, cudaStream_t s) {
+  const int tpr = threads_per_row(p.k);
+  const dim3 grid(1 + (p.rows + kThreads / tpr - 1) / (kThreads / tpr));
+  switch (tpr) {
+    case 16: return launch(prologue_kernel<T, FOUR, 16>, grid, dim3(kThreads), 0, s, a, p);
+    case 32: return launch(prologue_kernel<T, FOUR, 32>, grid, dim3(kThreads), 0, s, a, p);
+    case 64: return launch(prologue_kernel<T, FOUR, 64>, grid, dim3(kThreads), 0, s, a, p);
+    case 128: return launch(prologue_kernel<T, FOUR, 128>, grid, dim3(kThreads), 0, s, a, p);
+    default: return launch(prologue_kernel<T, FOUR, 256>, grid, dim3(kThreads), 0, s, a, p);
+  }
+}
+
+template <typename In>
+int launch_sum(const void* y, const int* pair_expert, void* out, int tokens, int top_k, int columns, int ldy, int64_t ldo,
+               int out_dtype, cudaStream_t s) {
+  const int64_t items = (int64_t)tokens * (columns / (16 / (int)sizeof(In)));
+  int64_t blocks = (items + kThreads - 1) / kThreads;
+  const dim3 grid((unsigned)(blocks < 16 * 1024 ? blocks : 16 * 1024));
+  const In* in = static_cast<const In*>(y);
+  if (out_dtype == 0)
+    return launch(sum_kernel<In, __nv_bfloat16>, grid, dim3(kThreads), 0, s, in, pair_expert,
+                  static_cast<__nv_bfloat16*>(out), tokens, top_k, columns, ldy, ldo);
+  return launch(sum_kernel<In, __half>, grid, dim3(kThreads), 0, s, in, pair_expert, static_cast<__half*>(out), tokens,
+                top_k, columns, ldy, ldo);
+}
+
+}  // namespace
+}  // namespace quads
+
+// in_dtype: 0 bfloat16, 1 float16.
+extern "C" int quads_quantize(const quads::QuantizeArgs* p, int in_dtype, int four_over_six, int packed, void* stream) {
+  using namespace quads;
+  cudaStream_t s = static_cast<cudaStream_t>(stream);
+  if (p->rows == 0) return 0;
+  if (in_dtype == 0) {
+    if (packed) return four_over_six ? launch_quantize<__nv_bfloat16, true, true>(*p, s) : launch_quantize<__nv_bfloat16, false, true>(*p, s);
+    return four_over_six ? launch_quantize<__nv_bfloat16, true, false>(*p, s) : launch_quantize<__nv_bfloat16, false, false>(*p, s);
+  }
+  if (packed) return four_over_six ? launch_quantize<__half, true, true>(*p, s) : launch_quantize<__half, false, true>(*p, s);
+  return four_over_six ? launch_quantize<__half, true, false>(*p, s) : launch_quantize<__half, false, false>(*p, s);
+}
+
+// Grouping and quantization of the layer's input; one launch for few pairs, two otherwise.
+extern "C" int quads_prologue(const quads::AlignArgs* a, const quads::QuantizeArgs* p, int in_dtype, int four_over_six,
+                              void* stream) {
+  using namespace quads;
+  cudaStream_t s = static_cast<cudaStream_t>(stream);
+  if (a->local_experts > kMaxExperts) return cudaErrorInvalidValue;
+  if (a->pairs > 4096) {
+    int e = launch(align_kernel, dim3(1), dim3(kAlignThreads), 0, s, *a);
+    return e != 0 ? e : quads_quantize(p, in_dtype, four_over_six, 0, stream);
+  }
+  if (in_dtype == 0)
+    return four_over_six ? launch_prologue<__nv_bfloat16, true>(*a, *p, s) : launch_prologue<__nv_bfloat16, false>(*a, *p, s);
+  return four_over_six ? launch_prologue<__half, true>(*a, *p, s) : launch_prologue<__half, false>(*a, *p, s);
+}
+
+// y: 0 bfloat16, 1 float16, 2 float32; out: 0 bfloat16, 1 float16.
+extern "C" int quads_sum(const void* y, const int* pair_expert, void* out, int tokens, int top_k, int columns, int ldy,
+                         int64_t ldo, int in_dtype, int out_dtype, void* stream) {
+  using namespace quads;
+  cudaStream_t s = static_cast<cudaStream_t>(stream);
+  if (tokens == 0) return 0;
+  if (in_dtype == 0) return launch_sum<__nv_bfloat16>(y, pair_expert, out, tokens, top_k, columns, ldy, ldo, out_dtype, s);
+  if (in_dtype == 1) return launch_sum<__half>(y, pair_expert, out, tokens, top_k, columns, ldy, ldo, out_dtype, s);
+  return launch_sum<float>(y, pair_expert, out, tokens, top_k, columns, ldy, ldo, out_dtype, s);
+}
+
+extern "C" const char* quads_error_string(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }

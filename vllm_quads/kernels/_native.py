@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds `csrc/` with nvcc at first use and binds its C functions.
+
+The shared object is cached per user, keyed by the sources' digest, the architecture and the compiler's version
+(`QUADS_CACHE_DIR`, default `$XDG_CACHE_HOME/vllm-quads`). It links neither torch nor Python, so one build serves every torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from vllm_quads.nvfp4.errors import QuadsError
+
+ARCHITECTURE = "90a"
+"""The kernels use wgmma and setmaxnreg, which exist on compute capability 9.0 alone."""
+
+
+class KernelError(QuadsError, RuntimeError):
+    """The kernels cannot be built, or a launch failed."""
+
+
+class GemmArgs(ctypes.Structure):
+    """Mirror of `GemmArgs` in csrc/moe_params.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (
+            "weights", "operand", "decode", "alpha", "bias", "router", "segments", "num_segments", "sorted", "out"
+        )),
+        *((name, ctypes.c_int) for name in (
+            "kblocks", "row_tiles", "ldb", "row_divisor", "channels", "ldo", "bias_stride", "max_tokens"
+        )),
+    ]  # fmt: skip
+
+
+class QuantizeArgs(ctypes.Structure):
+    """Mirror of `QuantizeArgs` in csrc/quantize.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (
+            "x", "center", "g", "mask", "full", "group", "merged", "decode", "codes", "scales", "appended"
+        )),
+        *((name, ctypes.c_int) for name in (
+            "rows", "k", "ldx", "ldm", "full_divisor", "full_all", "num_appended", "swizzled"
+        )),
+    ]  # fmt: skip
+
+
+class AlignArgs(ctypes.Structure):
+    """Mirror of `AlignArgs` in csrc/quantize.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (
+            "ids", "expert_map", "pair_expert", "sorted", "segments", "num_segments"
+        )),
+        *((name, ctypes.c_int) for name in (
+            "pairs", "id_stride", "global_experts", "local_experts", "capacity"
+        )),
+    ]  # fmt: skip
+
+
+def source_directory() -> Path:
+    """Where the CUDA sources are: beside the package (source checkout) or inside it (wheel)."""
+    here = Path(__file__).resolve()
+    for candidate in (here.parents[2] / "csrc", here.parents[1] / "csrc"):
+        if (candidate / "moe_decode.cu").is_file():
+            return candidate
+    raise KernelError("the CUDA sources (csrc/*.cu) are not part of this installation; reinstall vllm-quads")
+
+
+def find_nvcc() -> str:
+    """Path of nvcc, from CUDACXX, CUDA_HOME, PATH or /usr/local/cuda; KernelError if there is none."""
+    candidates = [os.environ.get("CUDACXX")]
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if home := os.environ.get(variable):
+            candidates.append(str(Path(home) / "bin" / "nvcc"))
+    candidates += [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
+    for candidate in candidates:
+        if candidate and Path(candidate).is_file():
+            return candidate
+    raise KernelError(
+        "the Hopper kernels are compiled at first use and no nvcc was found; install the CUDA toolkit (12.4 or newer) "
+        "and set CUDA_HOME, or copy the cache directory of a machine that has one (QUADS_CACHE_DIR)"
+    )
+
+
+def cache_directory() -> Path:
+    """Directory of compiled kernels."""
+    if explicit := os.environ.get("QUADS_CACHE_DIR"):
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-quads"
+
+
+def _digest(directory: Path) -> str:
+    digest = hashlib.blake2b(ARCHITECTURE.encode(), digest_size=8)
+    for path in sorted(directory.glob("*.cu*")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def build(directory: Path | None = None) -> Path:
+    """Compile the sources unless the cache has them; returns the shared object. Raises KernelError."""
+    sources = directory or source_directory()
+    target = cache_directory() / f"quads_{_digest(sources)}_sm{ARCHITECTURE}.so"
+    if target.is_file():
+        return target
+    nvcc = find_nvcc()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        flags = ["-std=c++17", "-O3", "-lineinfo", "-Xcompiler", "-fPIC"]
+        flags += ["-gencode", f"arch=compute_{ARCHITECTURE},code=sm_{ARCHITECTURE}"]
+
+        def compile_one(source: Path) -> Path:
+            out = Path(scratch) / (source.stem + ".o")
+            _run([nvcc, *flags, "-c", str(source), "-o", str(out)])
+            return out
+
+        with ThreadPoolExecutor() as pool:
+            objects = list(pool.map(compile_one, sorted(sources.glob("*.cu"))))
+        linked = Path(scratch) / "quads.so"
+        _run([nvcc, "-shared", "-o", str(linked), *map(str, objects)])
+        os.replace(linked, target)  # atomic: ranks of one node may build at the same time
+    return target
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise KernelError(f"building the kernels failed: {' '.join(command)}\n{done.stdout}{done.stderr}")
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The loaded kernels. Raises KernelError where they cannot run, saying why."""
+    if not torch.cuda.is_available():
+        raise KernelError("the Hopper kernels need an NVIDIA GPU")
+    if torch.cuda.get_device_capability() != (9, 0):
+        raise KernelError(
+            f"the Hopper kernels run on compute capability 9.0 alone, this GPU is {torch.cuda.get_device_capability()}"
+        )
+    lib = ctypes.CDLL(str(build()))
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    lib.quads_moe_decode.argtypes = [pointer, integer, integer, integer, integer, pointer]
+    lib.quads_moe_prefill.argtypes = [pointer, integer, integer, pointer]
+    lib.quads_moe_decode_capacity.argtypes = [integer, integer]
+    lib.quads_quantize.argtypes = [pointer, integer, integer, integer, pointer]
+    lib.quads_prologue.argtypes = [pointer, pointer, integer, integer, pointer]
+    lib.quads_sum.argtypes = [
+        pointer, pointer, pointer, integer, integer, integer, integer, ctypes.c_int64, integer, integer, pointer
+    ]  # fmt: skip
+    lib.quads_error_string.argtypes = [integer]
+    lib.quads_error_string.restype = ctypes.c_char_p
+    return lib
+
+
+def check(code: int, what: str) -> None:
+    """Raise KernelError for a CUDA error code."""
+    if code:
+        raise KernelError(f"{what}: {library().quads_error_string(code).decode()}")
+
+
+def stream() -> int:
+    """The current CUDA stream's handle."""
+    return torch.cuda.current_stream().cuda_stream
+
+
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    """Address of a tensor, or None."""
+    return None if tensor is None else tensor.data_ptr()

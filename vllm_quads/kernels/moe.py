@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""W4A4 MoE layer with residual compensation on Hopper: packed NVFP4 weights, exact 16-bit operands, FP32 accumulators.
+
+    prepared = prepare_moe_weights(w13_codes, w13_scales, w13_decode, w2_codes, w2_scales, w2_decode)
+    y = quads_moe(x, prepared, topk_weights, topk_ids, compensation=..., four_over_six=...)
+
+Five launches, no host synchronisation, CUDA-graph capturable, all with programmatic dependent launch:
+
+    group pairs by expert + quantize x -> GEMM 1 with SiLU·mul -> quantize h -> GEMM 2 -> sum over top-k
+
+`Wq` stays packed and is decoded in registers. Numerics: operands are q * s (plus the residual of the compensated blocks),
+rounded once to FP16 when merged; gate, up and SiLU·mul in FP32, h rounded once to x's dtype; router weights in FP32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_quads.kernels import _native
+from vllm_quads.kernels._native import AlignArgs, GemmArgs, QuantizeArgs
+from vllm_quads.kernels.layout import (
+    BLOCK_BYTES,
+    K_BLOCK,
+    ROW_TILE,
+    arrange,
+    gate_up_order,
+    padded_k,
+    padded_rows,
+    pair_order,
+    restore,
+)
+from vllm_quads.nvfp4.errors import FormatError
+
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_SWIGLU, _PLAIN = 0, 1
+PREFILL_TOKENS = 128
+"""Tokens of one expert that the prefill GEMM computes at a time."""
+
+
+@dataclass(frozen=True)
+class PreparedMoE:
+    """The local experts of one layer in the kernels' layout. Buffers keep their addresses over refits (`out=`)."""
+
+    w13: Tensor
+    """uint8 [E, 2I / 64, K1 / 64, 2304]."""
+    w2: Tensor
+    """uint8 [E, H / 64, K2 / 64, 2304]."""
+    w13_decode: Tensor
+    """float32 [E, 2]: decode global scales of gate and up."""
+    w2_decode: Tensor
+    """float32 [E, 2]: the decode global scale of w2, twice."""
+    hidden: int
+    intermediate: int
+
+    @property
+    def num_experts(self) -> int:
+        """Local experts E."""
+        return self.w13.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(t.nbytes for t in (self.w13, self.w2, self.w13_decode, self.w2_decode))
+
+    def unpack(self, expert: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Inverse of the preparation, one expert: w13 codes, w13 block scales, w2 codes, w2 block scales."""
+        i, h = self.intermediate, self.hidden
+        return (
+            *restore(self.w13[expert], gate_up_order(i), 2 * i, h),
+            *restore(self.w2[expert], pair_order(h), h, i),
+        )
+
+
+@dataclass(frozen=True)
+class MoECompensation:
+    """Residual compensation and centring of one layer. Tensors may be updated in place between graph replays."""
+
+    mask13: Tensor | None = None
+    """bool or uint8 [H / 16]: blocks of w13's input whose residual is added."""
+    mask2: Tensor | None = None
+    """bool or uint8 [E, I / 16]: the same for w2's input, per expert."""
+    center13: Tensor | None = None
+    """float32 [H]: subtracted from w13's input before it is quantized."""
+    bias13: Tensor | None = None
+    """float32 [E, 2I]: W13 @ center13 (gate rows, then up rows); given together with center13."""
+    full: Tensor | None = None
+    """bool or uint8 [M]: tokens that get the residual of every block (the rows form)."""
+    full_all: bool = False
+    """Every token gets the residual of every block."""
+
+
+NO_COMPENSATION = MoECompensation()
+
+
+def prepare_moe_weights(
+    w13_codes: Tensor,
+    w13_scales: Tensor,
+    w13_decode: Tensor,
+    w2_codes: Tensor,
+    w2_scales: Tensor,
+    w2_decode: Tensor,
+    out: PreparedMoE | None = None,
+) -> PreparedMoE:
+    """Re-arrange the packed weights of one layer for the kernels (bytes move, nothing is re-quantized).
+
+    w13: codes uint8 [E, 2I, H/2] (gate rows, then up rows; low nibble = even k), block scales float8_e4m3fn [E, 2I, H/16],
+    decode global scales float32 [E, 2] (or [E]: shared); w2: [E, H, I/2], [E, H, I/16], float32 [E]. `out` is a
+    preparation of the same shapes to write into, so that captured graphs see the new weights. Raises FormatError.
+    """
+    experts, rows13, half_h = w13_codes.shape
+    hidden, intermediate = 2 * half_h, rows13 // 2
+    if w2_codes.shape != (experts, hidden, intermediate // 2):
+        raise FormatError(
+            f"w2 codes have shape {tuple(w2_codes.shape)}, expected {(experts, hidden, intermediate // 2)} "
+            f"for w13 codes {tuple(w13_codes.shape)}"
+        )
+    if hidden % 16 or intermediate % 16:
+        raise FormatError(f"hidden {hidden} and intermediate {intermediate} must be multiples of 16 on each rank")
+    device = w13_codes.device
+    if out is None:
+        rows = padded_rows(2 * (-(-intermediate // 32) * 32))
+        shape13 = (experts, rows // ROW_TILE, padded_k(hidden) // K_BLOCK, BLOCK_BYTES)
+        shape2 = (experts, padded_rows(hidden) // ROW_TILE, padded_k(intermediate) // K_BLOCK, BLOCK_BYTES)
+        out = PreparedMoE(
+            torch.empty(shape13, dtype=torch.uint8, device=device),
+            torch.empty(shape2, dtype=torch.uint8, device=device),
+            torch.empty(experts, 2, device=device),
+            torch.empty(experts, 2, device=device),
+            hidden,
+            intermediate,
+        )
+    elif (out.num_experts, out.hidden, out.intermediate) != (experts, hidden, intermediate):
+        raise FormatError(
+            f"out was prepared for {(out.num_experts, out.hidden, out.intermediate)} (experts, hidden, intermediate), "
+            f"not for {(experts, hidden, intermediate)}"
+        )
+    order13, order2 = gate_up_order(intermediate), pair_order(hidden)
+    for e in range(experts):
+        out.w13[e].copy_(arrange(w13_codes[e], w13_scales[e], order13))
+        out.w2[e].copy_(arrange(w2_codes[e], w2_scales[e], order2))
+    out.w13_decode.copy_(w13_decode if w13_decode.dim() == 2 else w13_decode[:, None].expand(-1, 2))
+    out.w2_decode.copy_(w2_decode[:, None].expand(-1, 2))
+    return out
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Kernel choices; None means the built-in heuristic."""
+
+    prefill: bool | None = None
+    """Use the wgmma GEMM (many tokens per expert) instead of the streaming one."""
+    k_groups: int = 2
+    """Warps of the streaming GEMM that share rows and split K: 1, 2 or 4."""
+    capacity: int | None = None
+    """Tokens of one expert that the streaming GEMM keeps in shared memory: 8, 16, 24 or 32."""
+    float32_partials: bool | None = None
+    """Keep each pair's output in FP32 until the top-k sum instead of x's dtype."""
+    early_weights: bool = True
+    """GEMM 2 starts to stream weights before its input is complete."""
+
+
+DEFAULT_TUNING = Tuning()
+
+
+def quads_moe(
+    x: Tensor,
+    prepared: PreparedMoE,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    compensation: MoECompensation = NO_COMPENSATION,
+    four_over_six: bool = False,
+    g13: Tensor | None = None,
+    g2: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    out: Tensor | None = None,
+    tuning: Tuning = DEFAULT_TUNING,
+) -> Tensor:
+    """y [M, H] = sum over top-k of router weight * w2(silu(gate) * up), activations in NVFP4, in x's dtype.
+
+    x: bfloat16 or float16 [M, H], rows contiguous; topk_weights: float32 [M, k]; topk_ids: int32 or int64 [M, k], global
+    expert ids, those outside 0..global-1 contribute nothing; expert_map: int32 [global experts], local expert or -1. g13
+    (float32 scalar) and g2 (float32 [E]) are static encode global scales, None means one per token. Capturable in
+    a CUDA graph; tensors of `compensation`, g13 and g2 are read at replay.
+    """
+    _check(x, prepared, topk_weights, topk_ids, expert_map)
+    tokens, top_k = topk_ids.shape
+    if out is None:
+        out = torch.empty(tokens, prepared.hidden, dtype=x.dtype, device=x.device)
+    if tokens == 0:
+        return out
+    lib, stream = _native.library(), _native.stream()
+    device, pairs, experts = x.device, tokens * top_k, prepared.num_experts
+    k1, k2 = padded_k(prepared.hidden), padded_k(prepared.intermediate)
+    global_experts = experts if expert_map is None else expert_map.numel()
+    mean = pairs / global_experts
+    prefill = tuning.prefill if tuning.prefill is not None else mean > PREFILL_THRESHOLD
+    capacity = PREFILL_TOKENS if prefill else _capacity(tokens, mean, max(k1, k2), tuning)
+    max_segments = min(pairs, experts + pairs // capacity)
+
+    integers = torch.empty(2 * pairs + 3 * max_segments + 1, dtype=torch.int32, device=device)
+    pair_expert, sorted_pairs, segments, num_segments = integers.split((pairs, pairs, 3 * max_segments, 1))
+    decode = torch.empty(tokens + pairs, device=device)
+    operand1 = torch.empty(tokens, k1, dtype=torch.float16, device=device)
+    h = torch.empty(pairs, prepared.intermediate, dtype=x.dtype, device=device)
+    operand2 = torch.empty(pairs, k2, dtype=torch.float16, device=device)
+    wide = tuning.float32_partials if tuning.float32_partials is not None else pairs <= FLOAT32_PARTIALS_PAIRS
+    y = torch.empty(pairs, prepared.hidden, dtype=torch.float32 if wide else x.dtype, device=device)
+
+    c = compensation
+    align = AlignArgs(
+        ids=topk_ids.data_ptr(),
+        expert_map=_native.pointer(expert_map),
+        pair_expert=pair_expert.data_ptr(),
+        sorted=sorted_pairs.data_ptr(),
+        segments=segments.data_ptr(),
+        num_segments=num_segments.data_ptr(),
+        pairs=pairs,
+        id_stride=topk_ids.element_size() // 4,
+        global_experts=global_experts,
+        local_experts=experts,
+        capacity=capacity,
+    )
+    quantize1 = QuantizeArgs(
+        x=x.data_ptr(),
+        center=_native.pointer(c.center13),
+        g=_native.pointer(g13),
+        mask=_native.pointer(c.mask13),
+        full=_native.pointer(c.full),
+        merged=operand1.data_ptr(),
+        decode=decode.data_ptr(),
+        rows=tokens,
+        k=prepared.hidden,
+        ldx=x.stride(0),
+        ldm=k1,
+        full_divisor=1,
+        full_all=c.full_all,
+    )
+    dtype, four = _DTYPES[x.dtype], int(four_over_six)
+    _native.check(
+        lib.quads_prologue(ctypes.byref(align), ctypes.byref(quantize1), dtype, four, stream),
+        "grouping and quantization",
+    )
+    gemm = GemmArgs(
+        weights=prepared.w13.data_ptr(),
+        operand=operand1.data_ptr(),
+        decode=decode.data_ptr(),
+        alpha=prepared.w13_decode.data_ptr(),
+        bias=_native.pointer(c.bias13),
+        segments=segments.data_ptr(),
+        num_segments=num_segments.data_ptr(),
+        sorted=sorted_pairs.data_ptr(),
+        out=h.data_ptr(),
+        kblocks=k1 // K_BLOCK,
+        row_tiles=prepared.w13.shape[1],
+        ldb=k1,
+        row_divisor=top_k,
+        channels=prepared.intermediate,
+        ldo=prepared.intermediate,
+        bias_stride=2 * prepared.intermediate,
+        max_tokens=capacity,
+    )
+    _gemm(lib, gemm, _SWIGLU, dtype, prefill, tuning.k_groups, False, stream)
+    quantize2 = QuantizeArgs(
+        x=h.data_ptr(),
+        g=_native.pointer(g2),
+        mask=_native.pointer(c.mask2),
+        full=_native.pointer(c.full),
+        group=pair_expert.data_ptr(),
+        merged=operand2.data_ptr(),
+        decode=decode.data_ptr() + 4 * tokens,
+        rows=pairs,
+        k=prepared.intermediate,
+        ldx=prepared.intermediate,
+        ldm=k2,
+        full_divisor=top_k,
+        full_all=c.full_all,
+    )
+    _native.check(lib.quads_quantize(ctypes.byref(quantize2), dtype, four, 0, stream), "quantization of w2's input")
+    gemm.weights = prepared.w2.data_ptr()
+    gemm.operand = operand2.data_ptr()
+    gemm.decode = decode.data_ptr() + 4 * tokens
+    gemm.alpha = prepared.w2_decode.data_ptr()
+    gemm.bias = None
+    gemm.router = topk_weights.data_ptr()
+    gemm.out = y.data_ptr()
+    gemm.kblocks = k2 // K_BLOCK
+    gemm.row_tiles = prepared.w2.shape[1]
+    gemm.ldb = k2
+    gemm.row_divisor = 1
+    gemm.channels = prepared.hidden
+    gemm.ldo = prepared.hidden
+    _gemm(lib, gemm, _PLAIN, _DTYPES[y.dtype], prefill, tuning.k_groups, tuning.early_weights, stream)
+    _native.check(
+        lib.quads_sum(
+            y.data_ptr(),
+            pair_expert.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            top_k,
+            prepared.hidden,
+            prepared.hidden,
+            out.stride(0),
+            _DTYPES[y.dtype],
+            dtype,
+            stream,
+        ),
+        "top-k sum",
+    )
+    return out
+
+
+PREFILL_THRESHOLD = 24.0
+"""Mean tokens per expert above which the wgmma GEMM is used."""
+FLOAT32_PARTIALS_PAIRS = 4096
+"""Up to this many pairs the per-pair outputs stay in FP32 until they are summed."""
+
+
+def _capacity(tokens: int, mean: float, k: int, tuning: Tuning) -> int:
+    limit = _native.library().quads_moe_decode_capacity(k // K_BLOCK, tuning.k_groups)
+    if limit == 0:
+        raise FormatError(f"K = {k} is too long for the streaming GEMM's shared memory; use Tuning(prefill=True)")
+    if tuning.capacity is not None:
+        return min(tuning.capacity, limit)
+    # Room for all but the rarest experts under uniform routing: mean + 3 standard deviations.
+    wanted = min(float(tokens), mean + 3.0 * mean**0.5 + 1.0)
+    return min(-(-int(wanted + 0.999) // 8) * 8, limit)
+
+
+def _gemm(
+    lib: ctypes.CDLL,
+    args: GemmArgs,
+    epilogue: int,
+    dtype: int,
+    prefill: bool,
+    k_groups: int,
+    early_weights: bool,
+    stream: int,
+) -> None:
+    if prefill:
+        code = lib.quads_moe_prefill(ctypes.byref(args), epilogue, dtype, stream)
+    else:
+        code = lib.quads_moe_decode(ctypes.byref(args), epilogue, dtype, k_groups, int(early_weights), stream)
+    _native.check(code, "MoE GEMM")
+
+
+def _check(x: Tensor, p: PreparedMoE, weights: Tensor, ids: Tensor, expert_map: Tensor | None) -> None:
+    if x.dtype not in (torch.bfloat16, torch.float16) or x.dim() != 2 or x.shape[1] != p.hidden or x.stride(1) != 1:
+        raise FormatError(
+            f"x is {x.dtype} {tuple(x.shape)}, expected bfloat16 or float16 [M, {p.hidden}] with contiguous rows"
+        )
+    if x.data_ptr() % 16 or x.stride(0) % 8:
+        raise FormatError("x: rows must start at multiples of 16 bytes")
+    if ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
+        raise FormatError(
+            f"topk_ids {tuple(ids.shape)} and topk_weights {tuple(weights.shape)} do not fit {x.shape[0]} tokens"
+        )
+    if ids.dtype not in (torch.int32, torch.int64) or not ids.is_contiguous():
+        raise FormatError(f"topk_ids is {ids.dtype}, expected contiguous int32 or int64")
+    if weights.dtype != torch.float32 or not weights.is_contiguous():
+        raise FormatError(f"topk_weights is {weights.dtype}, expected contiguous float32")
+    if expert_map is not None and expert_map.dtype != torch.int32:
+        raise FormatError(f"expert_map is {expert_map.dtype}, expected int32")
