@@ -34,12 +34,13 @@ def verify_headers(path: str | Path) -> CheckpointInfo:
 
 def header_problems(reader: CheckpointReader, info: CheckpointInfo) -> Iterator[QuadsError]:
     """Every problem that headers show, most basic first."""
-    yield from _missing_experts(info)
     if info.format is Format.BF16:
+        yield from _missing_experts(info)
         yield from (_extra(name) for name in reader.headers if name.endswith(_dotted(SCALE_SUFFIXES)))
         return
     layout = info.layout
     yield from _tensor_problems(reader, info)
+    yield from _missing_experts(info)
     owned = {f"{m}.{s}" for m in info.modules.values() for s in layout.scales}
     yield from (_extra(n) for n in reader.headers if n.endswith(_dotted(SCALE_SUFFIXES)) and n not in owned)
     yield from _set_problems(info)
