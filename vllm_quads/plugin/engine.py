@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An in-process vLLM `LLM` as a rollout engine, and what can be asked of it and changed on it between generations.
+
+    llm = LLM("Qwen/Qwen3-30B-A3B", quantization="quads")
+    engine = as_engine(llm)              # vllm_quads.refit.as_engine, used by trainer_qat.RolloutSync
+    engine.fingerprint(), engine.contract(), engine.quantized()
+
+Needs the engine in this process: `VLLM_ENABLE_V1_MULTIPROCESSING=0` and no tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import Tensor, nn
+
+from vllm_quads.compensation import CompensationState
+from vllm_quads.nvfp4 import Contract, ContractError, QuadsError, QuantizedSet, RefitError, first_difference
+from vllm_quads.plugin import compat
+from vllm_quads.refit import Manifest, RefitReport
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+    from vllm_quads.plugin.config import QuadsConfig
+
+_T = TypeVar("_T")
+_RUNTIME_SECTIONS = ("scheme", "activation", "compensation")
+_ENGINES: weakref.WeakKeyDictionary[Any, VllmEngine] = weakref.WeakKeyDictionary()
+
+
+class VllmEngine:
+    """`vllm_quads.refit.RolloutEngine` for an in-process `LLM`. Use `as_engine(llm)`: one object per engine."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = weakref.proxy(llm)
+        self._staged: Any = None
+        self._seconds: dict[str, float] = {}
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def contract(self) -> Contract:
+        """The contract that is serving."""
+        return self._read(lambda config: config.contract)
+
+    def quantized(self) -> QuantizedSet:
+        """The quantized weights, by canonical name."""
+
+        def read(config: QuadsConfig) -> QuantizedSet:
+            assert config.quantized is not None
+            return config.quantized
+
+        return self._read(read)
+
+    def fingerprint(self) -> str:
+        """Fingerprint of the quantized weights that are serving, computed now from their bytes."""
+        from vllm_quads.plugin.refit import model_fingerprint
+
+        return self._read(model_fingerprint)
+
+    def policy_version(self) -> int:
+        """Version given by the last committed push; 0 before the first."""
+        return self._read(lambda config: config.policy_version)
+
+    def compensation(self) -> CompensationState:
+        """Channel sets, centring vectors and sensitivities that are serving. `save` puts them beside an export."""
+        return self._read(lambda config: config.compensation())
+
+    # -- refit ---------------------------------------------------------------------------------------------------
+
+    def begin(self, manifest: Manifest) -> None:
+        """Validate a push. Raises RefitError naming the first difference in contract, set, tensors, shapes or dtypes."""
+        from vllm_quads.plugin.refit import StagedRefit
+
+        if self._staged is not None:
+            raise RefitError("a refit is already under way; commit or abort it first")
+        if self._llm.llm_engine.has_unfinished_requests():
+            raise RefitError("the engine has unfinished requests, which would mix two policies; let them finish first")
+        start = time.perf_counter()
+        self._staged = self._run(lambda model: StagedRefit(model, manifest))
+        self._manifest = manifest
+        self._seconds = {"validate": time.perf_counter() - start, "stage": 0.0}
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Stage tensors; serving weights do not change. Raises RefitError, and then the refit is aborted."""
+        staged = self._require_staged()
+        start = time.perf_counter()
+        try:
+            staged.load(tensors)
+        except BaseException:
+            self.abort()
+            raise
+        self._seconds["stage"] += time.perf_counter() - start
+
+    def commit(self) -> RefitReport:
+        """Swap the staged weights in, or raise RefitError and leave everything as it was."""
+        staged = self._require_staged()
+        start = time.perf_counter()
+        self._staged = None
+        fingerprint, size = staged.commit()
+        # vLLM does not do this by itself: cached key/value blocks belong to the old weights.
+        if not self._llm.reset_prefix_cache():
+            raise QuadsError("the weights were swapped, but vLLM refused to reset its prefix cache; call it again")
+        self._seconds["swap"] = time.perf_counter() - start
+        return RefitReport(
+            self._manifest.policy_version, fingerprint, len(self._manifest.tensors), size, dict(self._seconds)
+        )
+
+    def abort(self) -> None:
+        """Forget what was staged."""
+        self._staged = None
+
+    # -- changing what does not change weights -------------------------------------------------------------------
+
+    def set_activation(self, contract: Contract) -> None:
+        """Switch scheme, activation and compensation options of the running engine.
+
+        Raises ContractError if the contract also differs in what is quantized or how weights are.
+        """
+        mine = self.contract()
+        keep = {key: getattr(mine, key) for key in _RUNTIME_SECTIONS}
+        difference = first_difference(_with(contract, keep), mine)
+        if difference is not None:
+            raise ContractError(f"only {list(_RUNTIME_SECTIONS)} can change on a running engine, not {difference}")
+        self._read(lambda config: config.replace_contract(contract))
+        self._llm.reset_prefix_cache()
+
+    def set_compensation(self, state: CompensationState) -> None:
+        """Take over compensation state, for example one that `CompensationState.load` read."""
+        self._read(lambda config: config.set_compensation(state))
+        self._llm.reset_prefix_cache()
+
+    def collect_statistics(self, on: bool = True) -> None:
+        """Start or stop gathering error statistics while the engine generates."""
+        self._read(lambda config: [r.collect(on) for r in config.runtimes.values()])
+
+    def reset_statistics(self) -> None:
+        """Forget the statistics gathered so far."""
+        self._read(lambda config: [r.reset_statistics() for r in config.runtimes.values()])
+
+    def refresh_compensation(self, sensitivities: Mapping[str, float] | None = None) -> CompensationState:
+        """Choose channel sets and centring vectors from the statistics gathered so far, and serve with them.
+
+        sensitivities: site name -> mean squared gradient of the log-prob with respect to the site's output; without
+        them, those of the last time, or else a uniform ratio. Raises QuadsError if no statistics were gathered.
+        """
+        from vllm_quads.plugin.refit import refresh_compensation
+
+        if not self._read(lambda config: refresh_compensation(config, sensitivities)):
+            raise QuadsError(
+                "nothing to choose from: gather statistics first (collect_statistics, then generate), with a contract "
+                "that uses appended blocks or centring"
+            )
+        self._llm.reset_prefix_cache()
+        return self.compensation()
+
+    # -- plumbing ------------------------------------------------------------------------------------------------
+
+    def _require_staged(self) -> Any:
+        if self._staged is None:
+            raise RefitError("no refit is under way; call begin(manifest) first")
+        return self._staged
+
+    def _run(self, fn: Callable[[nn.Module], _T]) -> _T:
+        if not compat.is_in_process(self._llm):
+            raise RefitError(
+                "the engine runs in other processes, where QUADS cannot reach its weights: start it with "
+                "VLLM_ENABLE_V1_MULTIPROCESSING=0 and tensor_parallel_size=1"
+            )
+        result: _T = self._llm.apply_model(fn)[0]
+        return result
+
+    def _read(self, fn: Callable[[QuadsConfig], _T]) -> _T:
+        from vllm_quads.plugin.refit import config_of
+
+        return self._run(lambda model: fn(config_of(model)))
+
+
+def adapt(obj: Any) -> VllmEngine | None:
+    """Adapter for `vllm_quads.refit.as_engine`: knows vLLM's `LLM`."""
+    if not type(obj).__module__.startswith("vllm.") or not hasattr(obj, "apply_model"):
+        return None
+    if obj not in _ENGINES:
+        _ENGINES[obj] = VllmEngine(obj)
+    return _ENGINES[obj]
+
+
+def set_activation(llm: LLM, contract: Contract) -> None:
+    """Switch scheme, activation and compensation options of a running `LLM` (see `VllmEngine.set_activation`)."""
+    engine = adapt(llm)
+    if engine is None:
+        raise QuadsError(f"{type(llm).__name__} is not a vLLM LLM")
+    engine.set_activation(contract)
+
+
+def _with(contract: Contract, sections: Mapping[str, Any]) -> Contract:
+    from dataclasses import replace
+
+    return replace(contract, **sections)

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a quantized layer keeps beside its parameters: compensation state, statistics, and derived operands.
+
+It is a child module of the layer, so that vLLM's layerwise reload (which takes a layer's own tensors apart) puts its
+buffers back untouched, and sleep mode saves them. Buffers are not parameters: nothing loads or reshuffles them, and
+they change only at a refit or by an explicit call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from vllm_quads.compensation import SiteInputs, SiteState, SiteStatistics
+from vllm_quads.compensation.statistics import RING_ROWS
+from vllm_quads.nvfp4 import BLOCK_SIZE, ActivationGlobalScale, CheckpointError, Contract, PackedTensor
+from vllm_quads.nvfp4.formats import E4M3_MAX
+from vllm_quads.nvfp4.reference import FOUR_OVER_SIX_E4M3_MAX, BlockScaleRule
+from vllm_quads.plugin import compat
+from vllm_quads.plugin.backends import TorchLinear, make_experts_backend
+from vllm_quads.plugin.loading import PackedLoader
+
+if TYPE_CHECKING:
+    from vllm_quads.plugin.config import QuadsConfig
+
+
+@dataclass(frozen=True)
+class SiteSpec:
+    """A site of this layer: one GEMM operand."""
+
+    name: str
+    """Site name, as in `compensation.state`."""
+    key: str
+    """Prefix of its buffers."""
+    k: int
+    """Channels of the local shard."""
+    groups: int
+    """Local experts for w2, else 1."""
+    full_k: int
+    k_start: int
+    """Channels of the whole input, and where the local shard begins."""
+    full_groups: int
+    group_index: tuple[int, ...]
+    """Groups of the whole model, and which of them are local, in local order."""
+
+
+class LayerRuntime(nn.Module):
+    """State and derived operands of one quantized layer."""
+
+    def __init__(self, config: QuadsConfig, layer: nn.Module, loader: PackedLoader, sites: list[SiteSpec]) -> None:
+        super().__init__()
+        object.__setattr__(self, "_layer", weakref.ref(layer))  # not a child: the layer owns this module
+        self.config = config
+        self.loader = loader
+        self.specs = {s.name: s for s in sites}
+        self.states: dict[str, SiteState] = {}
+        self.statistics: dict[str, SiteStatistics] = {}
+        self.collecting = False
+        self._derived_from: tuple[int, int] | None = None
+        self._state_version = 0
+        for s in sites:
+            center = torch.zeros(s.k, dtype=torch.float32)  # vLLM builds models under another default dtype
+            blocks = torch.zeros(s.groups, s.k // BLOCK_SIZE, dtype=torch.bool)
+            for suffix, buffer in (("center", center), ("blocks", blocks)):
+                buffer.weight_loader_numel = 0  # type: ignore[attr-defined]  # nothing to load, says vLLM's reload
+                self.register_buffer(f"{s.key}_{suffix}", buffer, persistent=False)
+            self._refresh_state(s)
+
+    @property
+    def layer(self) -> nn.Module:
+        """The vLLM layer that owns this."""
+        layer = self._layer()
+        assert layer is not None
+        return layer
+
+    @property
+    def contract(self) -> Contract:
+        """The engine's contract; its activation and compensation sections may change at run time."""
+        return self.config.contract
+
+    # -- compensation state --------------------------------------------------------------------------------------
+
+    def set_state(self, sites: Mapping[str, SiteState]) -> None:
+        """Copy the state of this layer's sites into the fixed buffers; sites that are not given are emptied."""
+        for name, spec in self.specs.items():
+            state = sites.get(name)
+            if state is None:
+                getattr(self, f"{spec.key}_center").zero_()
+                getattr(self, f"{spec.key}_blocks").zero_()
+                self._refresh_state(spec)
+                continue
+            if state.center.numel() != spec.full_k or state.blocks.shape[0] != spec.full_groups:
+                raise CheckpointError(
+                    f"compensation state of {name}: has {state.center.numel()} channels and {state.blocks.shape[0]} "
+                    f"groups, expected {spec.full_k} and {spec.full_groups}; calibrate again with this model"
+                )
+            groups = torch.tensor(spec.group_index, dtype=torch.int64)
+            blocks = state.blocks.cpu()[groups]
+            start = spec.k_start // BLOCK_SIZE
+            getattr(self, f"{spec.key}_center").copy_(state.center[spec.k_start : spec.k_start + spec.k])
+            getattr(self, f"{spec.key}_blocks").copy_(blocks[:, start : start + spec.k // BLOCK_SIZE])
+            self._refresh_state(spec)
+        self._state_version += 1
+
+    def _refresh_state(self, spec: SiteSpec) -> None:
+        self.states[spec.name] = SiteState(getattr(self, f"{spec.key}_center"), getattr(self, f"{spec.key}_blocks"))
+
+    # -- statistics ----------------------------------------------------------------------------------------------
+
+    def collect(self, on: bool) -> None:
+        """Start or stop gathering statistics; what was gathered is kept until `reset_statistics`."""
+        device = getattr(self, f"{next(iter(self.specs.values())).key}_center").device
+        for name, spec in self.specs.items():
+            if on and name not in self.statistics:
+                ring = RING_ROWS if spec.groups == 1 and spec.full_groups == 1 else 0
+                self.statistics[name] = SiteStatistics(spec.k, spec.groups, ring_rows=ring, device=device)
+        self.collecting = on
+
+    def reset_statistics(self) -> None:
+        """Forget what was gathered, in place."""
+        for statistics in self.statistics.values():
+            statistics.reset()
+
+    def gathering(self, name: str) -> SiteStatistics | None:
+        """The accumulator of a site if statistics are switched on."""
+        return self.statistics.get(name) if self.collecting else None
+
+    # -- derived operands ----------------------------------------------------------------------------------------
+
+    def up_to_date(self) -> bool:
+        """True if the derived operands fit the parameters and the state; marks them so if not (the caller rebuilds)."""
+        version = (self.loader.version, self._state_version)
+        if self._derived_from == version:
+            return True
+        self.loader.check_settled()
+        self._derived_from = version
+        return False
+
+    def static_scale(self, input_scale: Tensor) -> Tensor | None:
+        """Encode global scale from decode-direction input scales (amax/2688), or None for per-token scales."""
+        if self.contract.activation.global_scale is ActivationGlobalScale.TOKEN:
+            return None
+        g = 1.0 / input_scale
+        if self.contract.activation.block_scale_rule is BlockScaleRule.FOUR_OVER_SIX:
+            g = g * (FOUR_OVER_SIX_E4M3_MAX / E4M3_MAX)  # the rule's range is 6 * 256 instead of 6 * 448
+        return g
+
+
+class ExpertsRuntime(LayerRuntime):
+    """Runtime of a MoE layer: sites `<name>.w13` and `<name>.w2`."""
+
+    def __init__(
+        self, config: QuadsConfig, layer: nn.Module, loader: PackedLoader, w13: SiteSpec, w2: SiteSpec
+    ) -> None:
+        super().__init__(config, layer, loader, [w13, w2])
+        self.w13, self.w2 = w13, w2
+        self.backend = make_experts_backend(torch.get_default_device())
+        self._expert_map: Tensor | None = None
+
+    def _packed(self, prefix: str) -> tuple[Tensor, Tensor, Tensor]:
+        layer = self.layer
+        return (
+            getattr(layer, f"{prefix}_weight").data,
+            getattr(layer, f"{prefix}_weight_scale").data,
+            getattr(layer, f"{prefix}_weight_scale_2").data,
+        )
+
+    def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        """MoE output [M, H] of x [M, H] with global expert ids [M, k] (negative: nobody's)."""
+        layer, w13, w2 = self.layer, self.states[self.w13.name], self.states[self.w2.name]
+        if not self.up_to_date():
+            self.backend.prepare(self._packed("w13"), self._packed("w2"), w13, w2)
+        if layer.expert_map is not None:
+            local = layer.expert_map[topk_ids.clamp(min=0).to(torch.int64)].to(torch.int64)
+            topk_ids = torch.where(topk_ids < 0, -1, local)
+        # One input for all experts of w13 has one scale: the largest amax that any of them was calibrated with.
+        g13 = self.static_scale(layer.w13_input_scale.data.amax())
+        return self.backend.forward(
+            x,
+            topk_weights,
+            topk_ids,
+            self.contract,
+            w13_site=w13,
+            g13=g13,
+            g2=self.static_scale(layer.w2_input_scale.data),
+            decode=compat.decode_mask(x.shape[0], x.device),
+            w13_statistics=self.gathering(self.w13.name),
+            w2_statistics=self.gathering(self.w2.name),
+        )
+
+    def site_inputs(self) -> dict[str, SiteInputs]:
+        """What `compensation.refresh` needs, for sites that have seen tokens; decoded from the packed parameters."""
+        shared, own = (self.statistics.get(s.name) for s in (self.w13, self.w2))
+        if shared is None or own is None or not int(shared.tokens[0]):
+            return {}
+        share = own.tokens.to(torch.float64) / shared.tokens[0]
+        codes, scales, decode = self._packed("w13")
+        # Gate and up may have scales of their own: split into two "experts" rows of one stack.
+        half = codes.shape[1] // 2
+        gate_up = PackedTensor(
+            torch.cat((codes[:, :half], codes[:, half:])),
+            torch.cat((scales.view(torch.uint8)[:, :half], scales.view(torch.uint8)[:, half:])).view(scales.dtype),
+            decode.T.flatten().contiguous(),
+            self.w13.name,
+        )
+        return {
+            self.w13.name: SiteInputs(
+                shared, gate_up, share.repeat(2), False, self.static_scale(self.layer.w13_input_scale.data.amax())
+            ),
+            self.w2.name: SiteInputs(own, PackedTensor(*self._packed("w2"), self.w2.name), share, True),
+        }
+
+
+class LinearRuntime(LayerRuntime):
+    """Runtime of a dense linear: one site, named after its scale group."""
+
+    def __init__(self, config: QuadsConfig, layer: nn.Module, loader: PackedLoader, site: SiteSpec) -> None:
+        super().__init__(config, layer, loader, [site])
+        self.site = site
+        self.backend = TorchLinear()
+
+    def _parts(self) -> list[PackedTensor]:
+        return [self.loader.packed(m) for m in self.loader.matrices]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y [..., N] = x [..., K] times the local weight, without bias."""
+        state = self.states[self.site.name]
+        if not self.up_to_date():
+            self.backend.prepare(self._parts(), state)
+        flat = x.reshape(-1, x.shape[-1])
+        y = self.backend.forward(
+            flat,
+            self.contract,
+            site=state,
+            g=self.static_scale(self.layer.input_scale.data.amax()),
+            decode=compat.decode_mask(flat.shape[0], x.device),
+            statistics=self.gathering(self.site.name),
+        )
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    def site_inputs(self) -> dict[str, SiteInputs]:
+        """What `compensation.refresh` needs, if the site has seen tokens."""
+        statistics = self.statistics.get(self.site.name)
+        if statistics is None or not int(statistics.tokens[0]):
+            return {}
+        stack = _stack(self._parts(), self.site.name)
+        share = torch.ones(stack.codes.shape[0], dtype=torch.float64, device=stack.codes.device)
+        g = self.static_scale(self.layer.input_scale.data.amax())
+        return {self.site.name: SiteInputs(statistics, stack, share, False, g)}
+
+
+def _stack(parts: list[PackedTensor], name: str) -> PackedTensor:
+    """Parts of one dense matrix as [1, N, K], or padded with zero rows to [parts, max N, K] if their scales differ."""
+    decode = torch.stack([p.decode_scale for p in parts])
+    codes = [p.codes for p in parts]
+    scales = [p.block_scales.view(torch.uint8) for p in parts]
+    if bool((decode == decode[0]).all()):
+        decode = decode[:1]
+        codes, scales = [torch.cat(codes)], [torch.cat(scales)]
+    else:
+        rows = max(c.shape[0] for c in codes)
+        codes = [nn.functional.pad(c, (0, 0, 0, rows - c.shape[0])) for c in codes]
+        scales = [nn.functional.pad(s, (0, 0, 0, rows - s.shape[0])) for s in scales]
+    return PackedTensor(torch.stack(codes), torch.stack(scales).view(torch.float8_e4m3fn), decode, name)
