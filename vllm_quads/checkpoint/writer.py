@@ -29,7 +29,7 @@ from vllm_quads.checkpoint.disk_names import check_stack, disk_name, is_stack, u
 from vllm_quads.checkpoint.layouts import LAYOUTS, Format
 from vllm_quads.checkpoint.load import fingerprint_checkpoint
 from vllm_quads.checkpoint.quant_configs import HF_QUANT_CONFIG, check_storable, hf_quant_config, quantization_config
-from vllm_quads.checkpoint.reader import CONFIG, INDEX, read_json
+from vllm_quads.checkpoint.reader import CONFIG, INDEX
 from vllm_quads.checkpoint.verify import verify_headers
 from vllm_quads.compensation.state import CompensationState
 from vllm_quads.nvfp4.contract import Contract, Scheme
@@ -260,7 +260,8 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _copy_side_files(src: Path, dst: Path) -> None:
-    read_json(src / CONFIG)  # names the directory if it is none
+    if not src.is_dir():
+        raise CheckpointError(f"{src}: is not a directory, so no tokenizer or other files can be copied from it")
     for path in sorted(src.iterdir()):
         weights = path.suffix in _WEIGHT_FILES or path.name.endswith(".index.json")
         if path.is_file() and not weights and not path.name.startswith(".") and path.name not in _OWN_FILES:
