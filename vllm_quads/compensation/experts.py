@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from vllm_quads.compensation.forms import Compensated, quantize_with_residual
+from vllm_quads.compensation.forms import Compensated, operand_pairs, quantize_with_residual
 from vllm_quads.compensation.linear import (
     PreparedMatrix,
-    multiply,
+    multiply_pairs,
     multiply_unquantized,
     prepare_matrix,
     quantization_error,
-    take,
 )
 from vllm_quads.compensation.policy import token_forms
 from vllm_quads.compensation.state import SiteState
 from vllm_quads.compensation.statistics import SiteStatistics
 from vllm_quads.nvfp4.contract import Contract, Form, Scheme
+from vllm_quads.nvfp4.errors import FormatError
 from vllm_quads.nvfp4.formats import unpack_codes
 from vllm_quads.nvfp4.reference import decode_packed
 
@@ -50,8 +50,14 @@ def prepare_experts(
 
     w13: codes uint8 [E, 2I, H/2], block scales E4M3 [E, 2I, H/16], decode scales float32 [E, 2] (gate, up);
     w2: codes uint8 [E, H, I/2], block scales E4M3 [E, H, I/16], decode scales float32 [E].
-    The sites' blocks are appended and w13's centring vector is folded into a bias.
+    The sites' blocks are appended and w13's centring vector is folded into a bias. Raises FormatError unless w2_site
+    has one group per expert.
     """
+    if w2_site is not None and w2_site.blocks.shape[0] != w2[0].shape[0]:
+        raise FormatError(
+            f"w2_site: has blocks for {w2_site.blocks.shape[0]} experts, but {w2[0].shape[0]} experts are prepared; "
+            f"under expert parallelism select the local ones first"
+        )
     prepared13, prepared2 = [], []
     half = w13[0].shape[1] // 2
     for e in range(w13[0].shape[0]):
@@ -105,8 +111,7 @@ def experts_forward(
         c2 = quantize_with_residual(h, rule=rule, g=None if g2 is None else g2[pairs.expert][:, None])
         if w2_statistics is not None:
             w2_statistics.update(h, quantization_error(h, c2, None), pairs.expert)
-    every_pair = torch.arange(pairs.token.numel(), device=x.device)
-    y2 = _grouped(h, c2, pairs, every_pair, experts.w2, form, pair_decode)
+    y2 = _grouped(h, c2, pairs, None, experts.w2, form, pair_decode)
 
     weight = topk_weights.to(torch.float32).flatten()[pairs.slot]
     out = torch.zeros(x.shape[0], y2.shape[1], device=x.device)
@@ -133,30 +138,43 @@ class _Pairs:
         slot = flat.argsort(stable=True)
         slot = slot[flat[slot] >= 0]
         expert = flat[slot]
-        return _Pairs(slot // topk_ids.shape[1], expert, slot, torch.bincount(expert, minlength=num_experts).tolist())
+        counts = torch.bincount(expert, minlength=num_experts).tolist()
+        if len(counts) > num_experts:
+            raise FormatError(
+                f"topk_ids: names local expert {len(counts) - 1}, but there are {num_experts}; "
+                f"map global expert ids to local ones, and to -1 where the expert lives elsewhere"
+            )
+        return _Pairs(slot // topk_ids.shape[1], expert, slot, counts)
 
 
 def _grouped(
     x: Tensor,
     c: Compensated | None,
     pairs: _Pairs,
-    rows: Tensor,
+    rows: Tensor | None,
     matrices: list[PreparedMatrix],
     form: Form,
     pair_decode: Tensor | None,
 ) -> Tensor:
-    """float32 [P, N]: each pair's row of the operand times its expert's matrix."""
+    """float32 [P, N]: each pair's row of the operand times its expert's matrix.
+
+    rows: int64 [P], each pair's row of x; None if x has one row per pair already.
+    """
+    operand = x if c is None else operand_pairs(c)
+    scale = None if c is None else c.main.decode_scale.expand(x.shape[0], 1)
     outputs, start = [], 0
     for matrix, count in zip(matrices, pairs.counts, strict=True):
         here = slice(start, start + count)
         start += count
         if not count:
             continue
-        if c is None:
-            outputs.append(multiply_unquantized(x[rows[here]], matrix))
+        own = operand[here] if rows is None else operand[rows[here]]
+        if scale is None:
+            outputs.append(multiply_unquantized(own, matrix))
             continue
-        forms = token_forms(form, count, pair_decode[here] if pair_decode is not None else None, x.device)
-        outputs.append(multiply(take(c, rows[here]), forms, matrix))
+        own_scale = scale[here] if rows is None else scale[rows[here]]
+        forms = token_forms(form, count, None if pair_decode is None else pair_decode[here], x.device)
+        outputs.append(multiply_pairs(own, own_scale, forms, matrix))
     if not outputs:
         return torch.zeros(0, matrices[0].weight.shape[0], device=x.device)
     return torch.cat(outputs)

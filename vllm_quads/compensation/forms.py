@@ -58,9 +58,21 @@ def columns_of(blocks: Tensor) -> Tensor:
     return (first[:, None] + torch.arange(BLOCK_SIZE, device=blocks.device)).flatten()
 
 
+def operand_pairs(c: Compensated) -> Tensor:
+    """Both operands in scaled units, float32 [M, 2, K]: Q(x), then its residual. The other forms are cut from it."""
+    return torch.stack((c.main.scaled(), c.residual.scaled()), dim=-2)
+
+
+def append_columns(pairs: Tensor, columns: Tensor) -> Tensor:
+    """Operand float32 [M, K+S] from `operand_pairs`: Q(x), then the residual of the selected channels."""
+    if not columns.numel():
+        return pairs[..., 0, :]
+    return torch.cat((pairs[..., 0, :], pairs[..., 1, :].index_select(-1, columns)), dim=-1)
+
+
 def appended(c: Compensated, columns: Tensor) -> Tensor:
     """Operand float32 [M, K+S] in scaled units: Q(x), then the residual of the selected channels."""
-    return torch.cat((c.main.scaled(), c.residual.scaled().index_select(-1, columns)), dim=-1)
+    return append_columns(operand_pairs(c), columns)
 
 
 def appended_weight(weight: Tensor, columns: Tensor) -> Tensor:
@@ -70,12 +82,12 @@ def appended_weight(weight: Tensor, columns: Tensor) -> Tensor:
 
 def stacked(c: Compensated) -> Tensor:
     """Operand float32 [2M, K]: row 2i is Q(x_i), row 2i+1 its residual. Undo with `sum_pairs` after the GEMM."""
-    return torch.stack((c.main.scaled(), c.residual.scaled()), dim=-2).flatten(-3, -2)
+    return operand_pairs(c).flatten(-3, -2)
 
 
 def sum_pairs(y: Tensor) -> Tensor:
     """[2M, N] to [M, N]: the sum of each row pair."""
-    return y.unflatten(0, (-1, 2)).sum(dim=1)
+    return y[0::2] + y[1::2]
 
 
 def merged(c: Compensated, blocks: Tensor | None = None, dtype: torch.dtype = torch.float16) -> Tensor:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from vllm_quads.compensation.forms import (
     Compensated,
-    appended,
+    append_columns,
     appended_weight,
     columns_of,
+    operand_pairs,
     quantize_with_residual,
-    stacked,
     sum_pairs,
 )
 from vllm_quads.compensation.policy import TokenForms, token_forms
@@ -61,14 +61,25 @@ def prepare_matrix(
 
 def multiply(c: Compensated, forms: TokenForms, matrix: PreparedMatrix) -> Tensor:
     """y float32 [M, N] = compensated operand x matrix, each token in its form; bias and both global scales applied."""
-    y = torch.empty(c.main.values.shape[0], matrix.weight.shape[0], device=matrix.weight.device)
-    if forms.blocks.numel():
-        operand = appended(take(c, forms.blocks), matrix.columns)
-        y[forms.blocks] = operand @ matrix.weight.T
-    if forms.rows.numel():
-        y[forms.rows] = sum_pairs(stacked(take(c, forms.rows)) @ matrix.weight[:, : matrix.k].T)
-    y = (y * c.main.decode_scale) * matrix.decode
-    return y if matrix.bias is None else y + matrix.bias
+    return multiply_pairs(operand_pairs(c), c.main.decode_scale, forms, matrix)
+
+
+def multiply_pairs(pairs: Tensor, decode_scale: Tensor, forms: TokenForms, matrix: PreparedMatrix) -> Tensor:
+    """`multiply` from `operand_pairs` float32 [M, 2, K] and decode scales float32, broadcastable to [M, 1]."""
+    y = _accumulate(pairs, forms, matrix).mul_(decode_scale).mul_(matrix.decode)
+    return y if matrix.bias is None else y.add_(matrix.bias)
+
+
+def _accumulate(pairs: Tensor, forms: TokenForms, matrix: PreparedMatrix) -> Tensor:
+    """The float32 accumulator [M, N], before the global scales."""
+    if not forms.rows.numel():
+        return append_columns(pairs, matrix.columns) @ matrix.weight.T
+    if not forms.blocks.numel():
+        return sum_pairs(pairs.flatten(0, 1) @ matrix.weight[:, : matrix.k].T)
+    y = pairs.new_empty(pairs.shape[0], matrix.weight.shape[0])
+    y[forms.blocks] = append_columns(pairs[forms.blocks], matrix.columns) @ matrix.weight.T
+    y[forms.rows] = sum_pairs(pairs[forms.rows].flatten(0, 1) @ matrix.weight[:, : matrix.k].T)
+    return y
 
 
 def multiply_unquantized(x: Tensor, matrix: PreparedMatrix) -> Tensor:
@@ -101,21 +112,7 @@ def linear_forward(
     return multiply(c, forms, matrix).to(x.dtype)
 
 
-def take(c: Compensated, rows: Tensor) -> Compensated:
-    if rows.numel() == c.main.values.shape[0]:
-        return c
-    return Compensated(
-        *(
-            q._replace(
-                values=q.values[rows],
-                scales=q.scales.view(torch.uint8)[rows].view(torch.float8_e4m3fn),
-                decode_scale=q.decode_scale[rows] if q.decode_scale.dim() else q.decode_scale,
-            )
-            for q in c
-        )
-    )
-
-
 def quantization_error(x: Tensor, c: Compensated, center: Tensor | None) -> Tensor:
+    """What Q(x) loses, float32 [M, K]: (x - center) - Q(x - center), before it is quantized a second time."""
     x = x.to(torch.float32)
     return (x if center is None else x - center) - c.main.dequantize()

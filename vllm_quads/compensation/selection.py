@@ -10,6 +10,7 @@ their packed codes and scales can be copied as they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -59,13 +60,14 @@ def expert_site_score(energy: Tensor, columns: Tensor, n: int, share: Tensor) ->
 def select_uniform(scores: Mapping[str, SiteScore], ratio: float) -> dict[str, Tensor]:
     """The best `ratio` of the blocks of each group of each site: bool [G, K/16].
 
-    Rounded to the nearest number of blocks, but at least one if ratio > 0.
+    Rounded to the nearest number of blocks, but at least one if ratio > 0. Of equal blocks the first are taken, on
+    every device.
     """
     chosen = {}
     for name, score in scores.items():
         total = score.value.shape[-1]
         count = max(1, round(ratio * total)) if ratio > 0 else 0
-        best = score.value.topk(count, dim=-1).indices
+        best = score.value.argsort(dim=-1, descending=True, stable=True)[..., :count]
         chosen[name] = torch.zeros_like(score.value, dtype=torch.bool).scatter_(-1, best, True)
     return chosen
 
@@ -76,7 +78,7 @@ def select_budget(
     """Spend one budget, `ratio` of the MACs of all sites, where sensitivity x output error per MAC is largest.
 
     Greedy by density, which is optimal up to the last block. Raises ContractError naming the first site without a
-    sensitivity: output error alone is a worse guide than a uniform ratio.
+    sensitivity (output error alone is a worse guide than a uniform ratio), or whose sensitivity is not finite and >= 0.
     """
     missing = sorted(set(scores) - set(sensitivities))
     if missing:
@@ -84,6 +86,12 @@ def select_budget(
             f"{missing[0]}: has no sensitivity, which compensation.allocation='budget' needs; send sensitivities with "
             f"the push, calibrate with gradients, or use compensation.allocation='uniform'"
         )
+    for name in sorted(scores):
+        if not 0.0 <= sensitivities[name] < math.inf:
+            raise ContractError(
+                f"{name}: sensitivity is {sensitivities[name]}, expected a finite number >= 0 "
+                f"(the mean squared gradient of the log-prob with respect to the site's output)"
+            )
     names, density, cost = [], [], []
     for name, score in scores.items():
         per_block = score.cost[:, None].expand_as(score.value)
@@ -95,7 +103,7 @@ def select_budget(
     all_density, all_cost = torch.cat(density), torch.cat(cost)
     order = all_density.argsort(descending=True, stable=True)
     spent = all_cost[order].cumsum(0)
-    take = (spent <= ratio * all_cost.sum() * (1 + 1e-12)) & (all_density[order] > 0)
+    take = (spent <= ratio * all_cost.sum() * (1 + 1e-9)) & (all_density[order] > 0)
     mask = torch.zeros_like(all_density, dtype=torch.bool)
     mask[order[take]] = True
     parts = mask.split([d.numel() for d in density])

@@ -79,10 +79,11 @@ class CompensationState:
         """Write `quads/compensation.safetensors` below a checkpoint directory, atomically; returns its path."""
         path = Path(checkpoint) / STATE_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {f"{n}.sensitivity": torch.tensor([v]) for n, v in self.sensitivities.items()}
+        tensors = {f"{n}.sensitivity": torch.tensor(v, dtype=torch.float64) for n, v in self.sensitivities.items()}
         for name, site in self.sites.items():
-            tensors[f"{name}.center"] = site.center.cpu().contiguous()
-            tensors[f"{name}.blocks"] = site.blocks.to(torch.uint8).cpu().contiguous()
+            # Cloned: sites may be views of one buffer, which safetensors refuses to write.
+            tensors[f"{name}.center"] = site.center.cpu().clone(memory_format=torch.contiguous_format)
+            tensors[f"{name}.blocks"] = site.blocks.cpu().to(torch.uint8, memory_format=torch.contiguous_format)
         partial = path.with_suffix(".partial")
         save_file(tensors, partial, metadata={"format": "pt"})
         os.replace(partial, path)
@@ -101,12 +102,18 @@ class CompensationState:
             raise CheckpointError(
                 f"{path}: cannot be read ({e}); write it again with `quads quantize --calibrate`"
             ) from e
-        names = {key.removesuffix(".center") for key in tensors if key.endswith(".center")}
+        parts: dict[str, dict[str, Tensor]] = {"center": {}, "blocks": {}, "sensitivity": {}}
         try:
-            sites = {n: SiteState(tensors[f"{n}.center"], tensors[f"{n}.blocks"].to(torch.bool)) for n in sorted(names)}
-        except (KeyError, FormatError) as e:
+            for key, tensor in tensors.items():
+                name, _, part = key.rpartition(".")
+                parts[part][name] = tensor
+            names = sorted({*parts["center"], *parts["blocks"]})
+            sites = {n: SiteState(parts["center"][n], parts["blocks"][n].to(torch.bool)) for n in names}
+            sensitivities = {n: v.item() for n, v in parts["sensitivity"].items()}
+        except KeyError as e:
+            raise CheckpointError(
+                f"{path}: site or tensor {e} is incomplete or unknown; write it again with `quads quantize --calibrate`"
+            ) from e
+        except (FormatError, RuntimeError) as e:
             raise CheckpointError(f"{path}: {e}; write it again with `quads quantize --calibrate`") from e
-        sensitivities = {
-            k.removesuffix(".sensitivity"): float(v) for k, v in tensors.items() if k.endswith(".sensitivity")
-        }
         return CompensationState(sites, sensitivities)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_quads.compensation.forms import quantize_with_residual
 from vllm_quads.nvfp4.contract import Centering
-from vllm_quads.nvfp4.reference import BlockScaleRule
+from vllm_quads.nvfp4.errors import FormatError
+from vllm_quads.nvfp4.reference import BlockScaleRule, quantize_activation
 
 RING_ROWS = 512
 """Input rows kept per shared site."""
@@ -23,38 +23,62 @@ class SiteStatistics:
     """Accumulators of one site with K channels and G groups (experts for w2, else 1)."""
 
     def __init__(self, k: int, groups: int = 1, *, ring_rows: int = 0, device: torch.device | str = "cpu") -> None:
+        """ring_rows > 0 keeps a ring, which only a site with one group can have (FormatError)."""
+        if ring_rows and groups != 1:
+            raise FormatError(
+                f"ring_rows: is {ring_rows} for a site of {groups} groups; only a shared input has a ring"
+            )
         self.energy = torch.zeros(groups, k, dtype=torch.float64, device=device)
         """Sum over tokens of the squared residual, [G, K]."""
         self.tokens = torch.zeros(groups, dtype=torch.int64, device=device)
         """Tokens (rows) seen by each group, [G]."""
-        self.ring = torch.zeros(ring_rows, k, dtype=torch.bfloat16, device=device)
-        """The most recent input rows, before centring."""
+        # One row more than the ring: rows that do not count go there, because a captured graph cannot skip them.
+        self._rows = torch.zeros(ring_rows + 1, k, dtype=torch.bfloat16, device=device)
+        self._written = torch.zeros((), dtype=torch.int64, device=device)
+        self.ring = self._rows[:ring_rows]
+        """The most recent input rows, before centring, [R, K]."""
 
     def update(self, x: Tensor, residual: Tensor, group: Tensor | None = None) -> None:
         """Add input rows x [M, K] and their residual x - Q(x) (float32 [M, K]); group: int64 [M], None means all 0.
 
-        Rows that are not finite (padding of a captured graph may hold anything) are not counted.
+        Rows that are not finite (padding of a captured graph may hold anything) are not counted. Sums are float32
+        within a step and float64 over steps.
         """
         finite = torch.isfinite(residual).all(dim=-1)
-        squared = torch.where(finite[:, None], residual, torch.zeros_like(residual)).to(torch.float64).square()
+        squared = torch.where(finite[:, None], residual, 0.0).square()
         if group is None:
-            group = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
-        if self.ring.shape[0]:
-            rows = x[-self.ring.shape[0] :]
-            slot = (self.tokens[0] + torch.arange(rows.shape[0], device=x.device)) % self.ring.shape[0]
-            self.ring.index_copy_(0, slot, torch.nan_to_num(rows.to(torch.bfloat16), posinf=0.0, neginf=0.0))
-        self.energy.index_add_(0, group, squared)
-        self.tokens.index_add_(0, group, finite.to(torch.int64))
+            self.energy[0].add_(squared.sum(dim=0))
+            self.tokens[0].add_(finite.sum())
+        else:
+            step = torch.zeros(self.energy.shape, dtype=torch.float32, device=x.device)
+            self.energy.add_(step.index_add_(0, group, squared))
+            self.tokens.index_add_(0, group, finite.to(torch.int64))
+        size = self.ring.shape[0]
+        if size:
+            rows, counts = x[-size:].to(torch.bfloat16), finite[-size:]
+            counts = counts & torch.isfinite(rows).all(dim=-1)
+            nth = counts.cumsum(0)
+            slot = torch.where(counts, (self._written + nth - 1) % size, size)
+            self._rows.index_copy_(0, slot, rows)
+            self._written.add_(counts.sum())
 
     def rows(self) -> Tensor:
         """The rows of the ring that were filled, bfloat16 [R, K]."""
-        return self.ring[: min(int(self.tokens[0]), self.ring.shape[0])]
+        return self.ring[: min(int(self._written), self.ring.shape[0])]
 
     def center(self, kind: Centering) -> Tensor:
-        """Centring vector float32 [K] from the ring."""
+        """Centring vector float32 [K] from the ring; zeros if nothing was seen. Raises FormatError without a ring.
+
+        Of an even number of rows the lower median is taken.
+        """
+        k = self.ring.shape[1]
+        if kind is Centering.NONE:
+            return torch.zeros(k, device=self.ring.device)
+        if not self.ring.shape[0]:
+            raise FormatError(f"centring {kind.value!r} needs statistics with a ring (ring_rows > 0)")
         rows = self.rows().to(torch.float32)
-        if kind is Centering.NONE or rows.shape[0] == 0:
-            return torch.zeros(self.ring.shape[1], device=self.ring.device)
+        if rows.shape[0] == 0:
+            return torch.zeros(k, device=self.ring.device)
         return rows.mean(dim=0) if kind is Centering.MEAN else rows.median(dim=0).values
 
     def mean_energy(self) -> Tensor:
@@ -67,10 +91,10 @@ class SiteStatistics:
         if rows.shape[0] == 0:
             return self.mean_energy()
         x = rows.to(torch.float32) - center
-        main = quantize_with_residual(x, rule=rule, g=g).main
+        main = quantize_activation(x, rule=rule, g=g)
         return (x - main.dequantize()).to(torch.float64).square().mean(dim=0, keepdim=True)
 
     def reset(self) -> None:
         """Forget everything, in place."""
-        for tensor in (self.energy, self.tokens, self.ring):
+        for tensor in (self.energy, self.tokens, self._rows, self._written):
             tensor.zero_()
