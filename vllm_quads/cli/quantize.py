@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quads quantize`."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_quads.cli.options import parse_options
+from vllm_quads.cli.run import Json, print_json, progress, reporting
+
+
+class OutputFormat(str, Enum):
+    """Formats that can be written."""
+
+    QUADS = "quads"
+    MODELOPT = "modelopt"
+    COMPRESSED_TENSORS = "compressed-tensors"
+
+
+def quantize(
+    src: Annotated[Path, typer.Argument(metavar="SRC", help="BF16 checkpoint directory (Hugging Face, safetensors).")],
+    dst: Annotated[Path, typer.Argument(metavar="DST", help="Directory to create.")],
+    format: Annotated[
+        OutputFormat, typer.Option("--format", help="How to store it; all three can be served.")
+    ] = OutputFormat.QUADS,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            "-o",
+            metavar="KEY=VALUE",
+            help="Contract option, repeatable: compensation.ratio=0.5, scheme=w4a16",
+        ),
+    ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PROMPTS.txt",
+            help="One prompt per line: let the model answer them, and choose compensation and centring from that.",
+        ),
+    ] = None,
+    calibration_prompts: Annotated[int, typer.Option(min=1, help="Prompts of the file that are used.")] = 24,
+    calibration_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated per prompt.")] = 40,
+    shard_gib: Annotated[float, typer.Option(min=0.001, help="Largest shard; bounds the memory used.")] = 2.0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST if it exists.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Quantize a BF16 checkpoint to NVFP4.
+
+    Streams one scale group at a time, reads back and verifies what it wrote, and only then puts it at DST. After an
+    interruption run it again.
+    """
+    options = parse_options(option or ())
+    with reporting(as_json):
+        from vllm_quads.checkpoint import quantize_checkpoint
+        from vllm_quads.nvfp4 import Contract
+
+        contract = Contract().merged(options)
+        compensation, input_scales = None, None
+        if calibrate is not None:
+            from vllm_quads.cli.calibration import calibrate_checkpoint
+
+            with progress("calibrating") as update:
+                compensation, input_scales = calibrate_checkpoint(
+                    src, contract, calibrate, prompts=calibration_prompts, tokens=calibration_tokens, progress=update
+                )
+        with progress("quantizing") as update:
+            report = quantize_checkpoint(
+                src,
+                dst,
+                format=format.value,
+                contract=contract,
+                compensation=compensation,
+                input_scales=input_scales,
+                max_shard_bytes=int(shard_gib * 2**30),
+                overwrite=overwrite,
+                progress=update,
+            )
+        if as_json:
+            print_json({"ok": True, **report.to_dict(), "calibrated": compensation is not None})
+            return
+        typer.echo(
+            f"{report.path}: {report.quantized} weights in NVFP4, {report.kept} kept; "
+            f"{report.bytes_before / 2**20:.1f} -> {report.bytes_after / 2**20:.1f} MiB in {report.seconds:.1f} s\n"
+            f"format {report.format}, fingerprint {report.fingerprint}"
+        )
