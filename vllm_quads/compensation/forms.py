@@ -93,8 +93,9 @@ def sum_pairs(y: Tensor) -> Tensor:
 def merged(c: Compensated, blocks: Tensor | None = None, dtype: torch.dtype = torch.float16) -> Tensor:
     """Operand [M, K] in scaled units: Q(x) + scatter(Q(r)), rounded once to dtype.
 
-    blocks: bool [K/16], broadcastable to [M, K/16]; None selects every block. The sum needs up to 14 significant bits,
-    so unlike the operands of the other forms it is rounded: relative error at most 2^-11 in FP16 and 2^-9 in BF16.
+    blocks: bool [K/16], broadcastable to [M, K/16]; None selects every block. The sum needs up to 22 significant bits
+    (exact in FP32), so unlike the operands of the other forms it is rounded: relative error at most 2^-11 in FP16 and
+    2^-8 in BF16.
     """
     residual = c.residual.scaled()
     if blocks is not None:

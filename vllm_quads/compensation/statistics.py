@@ -41,11 +41,12 @@ class SiteStatistics:
     def update(self, x: Tensor, residual: Tensor, group: Tensor | None = None) -> None:
         """Add input rows x [M, K] and their residual x - Q(x) (float32 [M, K]); group: int64 [M], None means all 0.
 
-        Rows that are not finite (padding of a captured graph may hold anything) are not counted. Sums are float32
-        within a step and float64 over steps.
+        Rows whose squares are not finite (padding of a captured graph may hold anything) are not counted. Sums are
+        float32 within a step and float64 over steps.
         """
-        finite = torch.isfinite(residual).all(dim=-1)
-        squared = torch.where(finite[:, None], residual, 0.0).square()
+        squared = residual.square()
+        finite = torch.isfinite(squared).all(dim=-1)
+        squared = torch.where(finite[:, None], squared, 0.0)
         if group is None:
             self.energy[0].add_(squared.sum(dim=0))
             self.tokens[0].add_(finite.sum())
