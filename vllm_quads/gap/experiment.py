@@ -106,7 +106,6 @@ class _Experiment:
         for arm in self.arms:
             with self._phase(f"rollout arm: {arm.name}"):
                 rows += self._measure(arm, bench, trainers, sensitivities, evaluation_prompts, tokens)
-        bench.close()
         rows.sort(key=lambda r: arm_list.TRAINERS.index(r.trainer))
         return GapReport(
             model=self.model.name,
@@ -219,7 +218,7 @@ def gap_row(
         token = torch.searchsorted(cdf, u * cdf[:, -1:]).clamp(max=r.shape[1] - 1)
         trainer_sampled.append(t.gather(1, token).flatten())
         rollout_sampled.append(r.gather(1, token).flatten())
-    report = mismatch.measure(torch.cat(trainer_sampled), torch.cat(rollout_sampled))
+    report = mismatch.measure(torch.cat(trainer_sampled)[None], torch.cat(rollout_sampled)[None])
     return GapRow(
         trainer=trainer,
         rollout=rollout,
