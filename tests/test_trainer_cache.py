@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache of quantized weights: used when it may be, and never stale, however a weight was changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from trainer_models import ALL_LINEARS, qwen3, single_thread, tokens  # noqa: F401
+
+from trainer_qat import CacheMode, clear_cache, prepare_qat
+from trainer_qat.prepare import expert_weights, quantizers_of
+from vllm_quads.nvfp4 import fake_quantize_weight
+
+MODES = [CacheMode.NONE, CacheMode.DENSE, CacheMode.PACKED]
+
+
+def prepared(mode: CacheMode) -> nn.Module:
+    """A tiny model with all linears quantized."""
+    model = qwen3()
+    prepare_qat(model, ALL_LINEARS, cache=mode)
+    return model
+
+
+def loss_of(model: nn.Module, seed: int = 1) -> torch.Tensor:
+    """Loss of one batch."""
+    return model(tokens(seed=seed), labels=tokens(seed=seed)).loss
+
+
+def counts(model: nn.Module) -> tuple[int, int]:
+    """(hits, misses) over all quantized parameters."""
+    caches = [q.cache for _, _, q in quantizers_of(model)]
+    return sum(c.hits for c in caches), sum(c.misses for c in caches)
+
+
+def step(model: nn.Module, **options: bool) -> None:
+    """One AdamW step with gradients in place."""
+    loss_of(model).backward()
+    torch.optim.AdamW(model.parameters(), lr=0.05, **options).step()
+
+
+def load(model: nn.Module, assign: bool) -> None:
+    """load_state_dict with other weights."""
+    model.load_state_dict({k: v * 1.3 if v.dim() == 3 else v for k, v in model.state_dict().items()}, assign=assign)
+
+
+def replace_data(model: nn.Module) -> None:
+    """`.data` assignment, twice, so that the second storage may lie where the first one was."""
+    weight = model.model.layers[0].mlp.experts.down_proj
+    weight.data = weight.data * 2
+    weight.data = weight.data * 0.7
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "optimizer": step,
+    "foreach optimizer": lambda m: step(m, foreach=True),
+    "fused optimizer (leaves the version counter alone)": lambda m: step(m, fused=True),
+    "load_state_dict": lambda m: load(m, assign=False),
+    "load_state_dict(assign)": lambda m: load(m, assign=True),
+    "in-place under no_grad": lambda m: m.model.layers[0].mlp.experts.down_proj.detach().mul_(1.1),
+    "in-place through .data": lambda m: m.model.layers[0].mlp.experts.down_proj.data.mul_(1.1),
+    "one element through .data": lambda m: m.model.layers[0].mlp.experts.down_proj.data[2, 3, 4].fill_(9.0),
+    ".data assignment": replace_data,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_change_is_missed(change: str, mode: CacheMode) -> None:
+    """After any kind of update the forward pass uses the quantization of the weights as they are now."""
+    model = prepared(mode)
+    experts = model.model.layers[0].mlp.experts
+    loss_of(model)
+    before = expert_weights(experts)[1].clone()
+    CHANGES[change](model)
+    after = expert_weights(experts)[1]
+    assert not torch.equal(after, before)
+    assert torch.equal(after, fake_quantize_weight(experts.down_proj))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sibling_that_moves_the_shared_scale_is_noticed(mode: CacheMode) -> None:
+    """q's quantization depends on k's amax; growing k re-quantizes q."""
+    model = prepared(mode)
+    attention = model.model.layers[0].self_attn
+    before = attention.q_proj.quads_weight.clone()
+    attention.k_proj.weight.data[0, 0] = 4.7
+    after = attention.q_proj.quads_weight
+    assert not torch.equal(after, before)
+    assert torch.equal(after, fake_quantize_weight(attention.q_proj.weight, amax=torch.tensor(4.6875)))
+
+
+@pytest.mark.parametrize("mode", [CacheMode.DENSE, CacheMode.PACKED])
+def test_micro_batches_and_recomputation_quantize_once(mode: CacheMode) -> None:
+    """Within one optimizer step every weight is quantized once, gradient checkpointing included."""
+    model = prepared(mode).train()
+    model.gradient_checkpointing_enable()
+    parameters = len(list(quantizers_of(model)))
+    for seed in range(3):
+        loss_of(model, seed).backward()
+    assert counts(model) == (5 * parameters, parameters)  # 3 forward passes and 3 recomputations
+    step(model)
+    loss_of(model)
+    assert counts(model)[1] == 2 * parameters
+
+
+def test_cache_does_not_change_training() -> None:
+    """20 optimizer steps of two micro-batches give the same losses and weights, bit for bit, in every mode."""
+    results = []
+    for mode in MODES:
+        model = prepared(mode).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for i in range(20):
+            optimizer.zero_grad()
+            for micro in (2 * i, 2 * i + 1):
+                loss = loss_of(model, micro)
+                loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+        results.append((losses, model.model.layers[0].mlp.experts.gate_up_proj.detach()))
+    assert results[0][0][0] > results[0][0][-1]
+    for losses, weight in results[1:]:
+        assert losses == results[0][0]
+        assert torch.equal(weight, results[0][1])
+
+
+def test_packed_cache_is_small_and_can_be_freed() -> None:
+    """The packed cache takes 28 % of the weight's BF16 bytes; clear_cache takes them back."""
+    model = prepared(CacheMode.PACKED)
+    loss_of(model)
+    (_, _, quantizer), *_ = [q for q in quantizers_of(model) if q[1] == "down_proj"]
+    weight = model.model.layers[0].mlp.experts.down_proj
+    kept = quantizer.cache.get([weight])
+    assert kept is not None
+    assert kept.nbytes / weight.nbytes == pytest.approx(4.5 / 16, rel=0.01)
+    clear_cache(model)
+    assert quantizer.cache.get([weight]) is None

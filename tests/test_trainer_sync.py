@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RolloutSync: what arrives is what the trainer has, and a push happens as a whole or not at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fake_engine import FakeEngine
+from torch import nn
+from trainer_models import ALL_LINEARS, PerExpertModel, deepseek, mixtral, qwen3, single_thread, tokens  # noqa: F401
+
+from trainer_qat import RolloutSync, export_checkpoint, prepare_qat
+from vllm_quads.nvfp4 import (
+    Contract,
+    ContractError,
+    FormatError,
+    MismatchError,
+    QuantizedSet,
+    RefitError,
+    WeightGlobalScale,
+)
+
+
+def pair(model: nn.Module, contract: Contract = ALL_LINEARS) -> tuple[RolloutSync, FakeEngine]:
+    """A prepared model and an engine of the same contract."""
+    report = prepare_qat(model, contract)
+    engine = FakeEngine(contract, report.quantized)
+    return RolloutSync(model, engine), engine
+
+
+@pytest.mark.parametrize("make", [qwen3, mixtral, deepseek, PerExpertModel])
+def test_engine_receives_the_exported_checkpoint(make: object, tmp_path: object) -> None:
+    """A push sends the tensors of the exported checkpoint, name by name and bit by bit; fingerprints agree."""
+    model = make()  # type: ignore[operator]
+    contract = Contract() if make in (deepseek, PerExpertModel) else ALL_LINEARS
+    sync, engine = pair(model, contract)
+    report = sync.push()
+    assert report.policy_version == 1
+    assert report.fingerprint == engine.fingerprint() == sync.payload.fingerprint()
+    assert {"trainer_fingerprint", "trainer_total", "commit"} <= report.seconds.keys()
+    if make is PerExpertModel:
+        return
+    from safetensors.torch import load_file
+
+    assert export_checkpoint(model, f"{tmp_path}/out").fingerprint == report.fingerprint
+    saved = load_file(f"{tmp_path}/out/model.safetensors")
+    assert saved.keys() == engine.serving.keys()
+    for name, tensor in saved.items():
+        same = tensor.reshape(-1).view(torch.uint8), engine.serving[name].reshape(-1).view(torch.uint8)
+        assert torch.equal(*same), name
+
+
+def test_bf16_push_gives_the_same_bytes() -> None:
+    """An engine that quantizes BF16 weights itself arrives at the trainer's fingerprint, from 3 times the bytes."""
+    sync, engine = pair(qwen3(dtype=torch.float32))
+    packed = sync.push()
+    plain = sync.push(packed=False)
+    assert plain.fingerprint == packed.fingerprint
+    assert {t.dtype for t in engine.serving.values()} == {torch.bfloat16}
+    assert plain.bytes > packed.bytes
+
+
+def test_versions_and_sensitivities_travel() -> None:
+    """Versions count on, or are given; sensitivities arrive as float32 scalars."""
+    sync, engine = pair(qwen3())
+    sync.push()
+    assert sync.push().policy_version == 2
+    sync.push(7, {"model.layers.0.mlp.experts.w13": 0.5})
+    assert engine.policy_version() == 7
+    assert engine.manifest is not None
+    assert engine.manifest.compensation["model.layers.0.mlp.experts.w13"].item() == 0.5
+
+
+def test_identical_pushes_are_identical_and_updates_are_not() -> None:
+    """Two pushes of the same weights are bit-equal; after an optimizer step the fingerprint is another one."""
+    model = qwen3()
+    sync, engine = pair(model)
+    first, kept = sync.push(), dict(engine.serving)
+    second = sync.push()
+    assert first.fingerprint == second.fingerprint
+    assert all(
+        torch.equal(kept[n].reshape(-1).view(torch.uint8), t.reshape(-1).view(torch.uint8))
+        for n, t in engine.serving.items()
+    )
+    model(tokens(), labels=tokens()).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert sync.push().fingerprint != first.fingerprint
+
+
+def test_interrupted_push_leaves_the_previous_weights() -> None:
+    """A failure half-way aborts, names the last tensor sent, and the next push works."""
+    model = qwen3()
+    sync, engine = pair(model)
+    before = sync.push()
+    serving = engine.serving
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj.mul_(1.5)
+    engine.fail_after = 40
+    with pytest.raises(RefitError, match=r"version 2 failed after model\.layers\.\d.*connection lost.*keep serving"):
+        sync.push()
+    assert engine.calls[-3:] == ["begin", "load", "abort"]
+    assert engine.serving is serving
+    assert engine.fingerprint() == before.fingerprint
+    assert engine.version == 1
+    engine.fail_after = None
+    assert sync.push().fingerprint != before.fingerprint
+
+
+def test_a_diverged_weight_is_refused_before_anything_is_sent() -> None:
+    """NaN in a master weight: FormatError with its name, and the engine hears nothing."""
+    model = qwen3()
+    sync, engine = pair(model)
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[3, 0, 0] = torch.inf
+    with pytest.raises(FormatError, match=r"layers\.1\.mlp\.experts\.down_proj"):
+        sync.push()
+    assert engine.calls == []
+
+
+def test_wrong_bytes_are_noticed() -> None:
+    """An engine that ends up with one other bit is found out by the fingerprint."""
+    sync, engine = pair(qwen3())
+    engine.corrupt = True
+    with pytest.raises(MismatchError, match="do not use its rollouts"):
+        sync.push()
+
+
+def test_contract_and_set_must_agree() -> None:
+    """The first differing option, or tensor, is named before anything is sent."""
+    model = qwen3()
+    report = prepare_qat(model, ALL_LINEARS)
+    other = ALL_LINEARS.merged({"compensation": {"ratio": 0.5}})
+    with pytest.raises(MismatchError, match=r"compensation\.ratio: 0\.25 != 0\.5"):
+        RolloutSync(model, FakeEngine(other, report.quantized))
+    fewer = dict(report.quantized.shapes)
+    fewer.pop("model.layers.1.mlp.experts.2.up_proj")
+    with pytest.raises(MismatchError, match=r"experts\.2\.up_proj is quantized by the trainer but not by the rollout"):
+        RolloutSync(model, FakeEngine(ALL_LINEARS, QuantizedSet(fewer)))
+    with pytest.raises(MismatchError, match="trains with another contract"):
+        RolloutSync(model, FakeEngine(ALL_LINEARS, report.quantized), contract=other)
+    with pytest.raises(RefitError, match="not a rollout engine"):
+        RolloutSync(model, object())
+    with pytest.raises(ContractError, match="not prepared"):
+        RolloutSync(qwen3(), FakeEngine(ALL_LINEARS, report.quantized))
+
+
+def test_frozen_scales_are_pushed() -> None:
+    """With frozen scales the pushed bytes use them, and BF16 pushes are refused."""
+    model = qwen3()
+    contract = Contract(weight_global_scale=WeightGlobalScale.FROZEN)
+    sync, engine = pair(model, contract)
+    sync.push()
+    name = "model.layers.0.mlp.experts.1.down_proj.weight_scale_2"
+    scale = engine.serving[name].clone()
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj[1, 0, 0] = 50.0
+    sync.push()
+    assert engine.serving[name] == scale
+    with pytest.raises(ContractError, match="frozen"):
+        sync.push(packed=False)
+
+
+def test_progress_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """progress=True pushes the same."""
+    model = qwen3()
+    prepare_qat(model)
+    engine = FakeEngine(Contract(), prepare_quantized(model))
+    assert RolloutSync(model, engine, progress=True).push().fingerprint == engine.fingerprint()
+
+
+def prepare_quantized(model: nn.Module) -> QuantizedSet:
+    """The set of a prepared model."""
+    from trainer_qat.prepare import state_of
+
+    return state_of(model).quantized
