@@ -20,7 +20,7 @@ from vllm_quads.compensation.state import CompensationState
 from vllm_quads.nvfp4.errors import QuadsError
 from vllm_quads.nvfp4.fingerprint import fingerprint, packed_digest
 from vllm_quads.nvfp4.formats import BLOCK_SIZE
-from vllm_quads.nvfp4.names import canonical_name, expand
+from vllm_quads.nvfp4.names import canonical_name, expand, layer_index
 from vllm_quads.nvfp4.packed import PackedTensor
 
 _EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
@@ -109,11 +109,16 @@ def inspect_checkpoint(path: str | Path, progress: Callable[[int, int], None] | 
                     report.problems.append(str(e))
             if progress is not None:
                 progress(i + 1, len(info.weights))
-        report.layers = list(rows.values())
+        report.layers = sorted(rows.values(), key=_order)
         _compensation(Path(path), report)
         if info.format is not Format.BF16 and report.ok:
             report.fingerprint = fingerprint(digests)
     return report
+
+
+def _order(row: LayerSummary) -> tuple[int, str]:
+    layer = layer_index(row.name)
+    return (-1 if layer is None else layer, row.name)
 
 
 def _matrices(tensor: str, header: TensorHeader) -> list[str]:

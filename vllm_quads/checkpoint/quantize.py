@@ -60,6 +60,7 @@ def quantize_checkpoint(
     input_scales: Mapping[str, float] | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     overwrite: bool = False,
+    device: torch.device | str = "cpu",
 ) -> QuantizeReport:
     """Quantize the checkpoint directory `src` into a new one at `dst`.
 
@@ -73,6 +74,7 @@ def quantize_checkpoint(
         contract: what is quantized and how; Contract() if None.
         compensation: state (channel sets, centring) to store with the checkpoint.
         input_scales: static activation scales amax/2688 by canonical name; required by a `static` contract.
+        device: where to quantize; the bytes are the same on all.
 
     Raises:
         CheckpointError: the source is damaged, incomplete or already quantized, or `dst` is in the way.
@@ -89,7 +91,7 @@ def quantize_checkpoint(
             raise problem
         chosen = contract.resolve(info.weights)
         scales = _input_scales(contract, chosen, input_scales or {})
-        sources = _Sources(reader, info)
+        sources = _Sources(reader, info, torch.device(device))
         with CheckpointWriter(
             dst,
             format=format,
@@ -131,8 +133,9 @@ def quantize_checkpoint(
 class _Sources:
     """Where each matrix of the model lies: a tensor of its own, or a part of a fused stack."""
 
-    def __init__(self, reader: CheckpointReader, info: CheckpointInfo) -> None:
+    def __init__(self, reader: CheckpointReader, info: CheckpointInfo, device: torch.device) -> None:
         self._reader = reader
+        self._device = device
         self._tensor: dict[str, str] = {}
         self._members: dict[str, list[str]] = {}
         for name, header in reader.headers.items():
@@ -152,10 +155,10 @@ class _Sources:
         """One matrix [N, K]; the stack that it comes from stays mapped until the next one."""
         name = self._tensor[canonical]
         if self._members[name] == [canonical] and not is_stack(name, len(self._reader.headers[name].shape)):
-            return self._reader.get(name)
+            return self._reader.get(name).to(self._device)
         if self._stack[0] != name:
             self._stack = (name, dict(unstack(name, self._reader.get(name))))
-        return self._stack[1][canonical]
+        return self._stack[1][canonical].to(self._device)
 
     def __contains__(self, canonical: str) -> bool:
         return canonical in self._tensor

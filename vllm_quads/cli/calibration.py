@@ -20,7 +20,14 @@ Progress = Callable[[int, int, str], None]
 
 
 def calibrate_checkpoint(
-    src: Path, contract: Contract, prompts_file: Path, *, prompts: int, tokens: int, progress: Progress
+    src: Path,
+    contract: Contract,
+    prompts_file: Path,
+    *,
+    prompts: int,
+    tokens: int,
+    device: str,
+    progress: Progress,
 ) -> tuple[CompensationState, dict[str, float]]:
     """Compensation state, and static input scales (amax/2688) by canonical name, from a BF16 checkpoint.
 
@@ -43,7 +50,7 @@ def calibrate_checkpoint(
         from trainer_qat.sensitivity import sensitivities
 
         progress(0, 4, "loading the model")
-        model = AutoModelForCausalLM.from_pretrained(src, dtype=torch.bfloat16).eval()
+        model = AutoModelForCausalLM.from_pretrained(src, dtype=torch.bfloat16).eval().to(device)
         ids = _tokenize(AutoTokenizer.from_pretrained(src), lines)
         progress(1, 4, "sampling answers")
         torch.manual_seed(0)
@@ -74,8 +81,8 @@ def _tokenize(tokenizer: object, lines: Sequence[str]) -> list[list[int]]:
 def _answer(model: torch.nn.Module, prompt: list[int], tokens: int) -> list[int]:
     with torch.no_grad():
         out = model.generate(  # type: ignore[operator]
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            torch.tensor([prompt], device=model.device),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64, device=model.device),
             max_new_tokens=tokens,
             do_sample=True,
             top_k=0,
@@ -95,7 +102,7 @@ def _input_scales(model: torch.nn.Module, contract: Contract, batches: Sequence[
 
     with torch.no_grad(), observing(model, contract, observe):
         for batch in batches:
-            model(input_ids=batch, use_cache=False)
+            model(input_ids=batch.to(model.device), use_cache=False)
     names = [name for w in quantized_weights(model, contract) for name in w.matrices]
     scales = {name: amax.get(site_of(name).name, 0.0) / _RANGE for name in names}
     return {name: scale or 1.0 for name, scale in scales.items()}

@@ -109,10 +109,11 @@ def _check_versions() -> Check:
     for name in ("torch", vllm):
         version, allowed = _version(name), wanted.get(name)
         if version and allowed and not allowed.specifier.contains(version.partition("+")[0], prereleases=True):
-            return Check(
-                "versions", False, f"{name} {version} is outside of {allowed.specifier}; install one inside"
-            )
-    return Check("versions", True, f"torch {_version('torch')} and {vllm} {_version(vllm)} are supported")
+            return Check("versions", False, f"{name} {version} is outside of {allowed.specifier}; install one inside")
+    detail = f"torch {_version('torch')} and {vllm} {_version(vllm)} are supported"
+    if _version("vllm") is None:  # its command line asks for the version of a distribution of that very name
+        detail += "; in-process only: `vllm serve` also needs `pip install --no-deps tools/vllm_cpu_alias`"
+    return Check("versions", True, detail)
 
 
 def _check_entry_point() -> Check:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ import typer
 from vllm_quads.cli.run import FAILED, Json, print_json, progress, reporting
 
 if TYPE_CHECKING:
-    from vllm_quads.checkpoint import Inspection
+    from vllm_quads.checkpoint import Inspection, LayerSummary
 
 
 def inspect(
@@ -39,26 +40,34 @@ def inspect(
             raise typer.Exit(FAILED)
 
 
+def _where(row: LayerSummary) -> tuple[str, str]:
+    """Layer number, and the rest of the name with the number of experts."""
+    from vllm_quads.nvfp4.names import layer_index
+
+    layer = layer_index(row.name)
+    rest = row.name if layer is None else row.name.partition(f"layers.{layer}.")[2]
+    return ("" if layer is None else str(layer)), rest.replace(".experts.*.", f".experts[{row.matrices}].")
+
+
 def _print(report: Inspection, every: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"{report.path} ({report.format}, {report.total_bytes / 2**20:.1f} MiB)")
-    table.add_column("weights", overflow="fold")
-    for name in ("format", "matrices", "bits/weight", "global scale", "blocks", "at 448", "zero"):
+    table.add_column("layer", justify="right")
+    table.add_column("weights", no_wrap=True)
+    for name in ("bits", "global scale", "blocks", "at 448", "zero"):
         table.add_column(name, justify="right")
     for row in report.layers:
         if row.format != "nvfp4":
             if every:
-                table.add_row(row.name, row.format, str(row.matrices), f"{row.bits_per_weight:.2f}", "", "", "", "")
+                table.add_row(*_where(row), f"{row.bits_per_weight:.0f}", "", "", "", "")
             continue
         low, high = row.decode_scale_min or 0.0, row.decode_scale_max or 0.0
-        scale = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+        scale = f"{low:.1e}" if low == high else f"{low:.1e}..{high:.1e}"
         counts = (row.blocks, row.saturated_blocks, row.zero_blocks)
-        table.add_row(
-            row.name, row.format, str(row.matrices), f"{row.bits_per_weight:.2f}", scale, *(f"{c:,}" for c in counts)
-        )
-    console = Console()
+        table.add_row(*_where(row), f"{row.bits_per_weight:.2f}", scale, *(f"{c:,}" for c in counts))
+    console = Console(width=None if sys.stdout.isatty() else 110)
     if table.row_count:
         console.print(table)
     kept = [r for r in report.layers if r.format != "nvfp4"]

@@ -46,6 +46,9 @@ def quantize(
     calibration_prompts: Annotated[int, typer.Option(min=1, help="Prompts of the file that are used.")] = 24,
     calibration_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated per prompt.")] = 40,
     shard_gib: Annotated[float, typer.Option(min=0.001, help="Largest shard; bounds the memory used.")] = 2.0,
+    device: Annotated[
+        str, typer.Option(help="Where to compute: cpu, cuda, or auto (cuda if there is one). The bytes are the same.")
+    ] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST if it exists.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -66,7 +69,13 @@ def quantize(
 
             with progress("calibrating") as update:
                 compensation, input_scales = calibrate_checkpoint(
-                    src, contract, calibrate, prompts=calibration_prompts, tokens=calibration_tokens, progress=update
+                    src,
+                    contract,
+                    calibrate,
+                    prompts=calibration_prompts,
+                    tokens=calibration_tokens,
+                    device=_device(device),
+                    progress=update,
                 )
         with progress("quantizing") as update:
             report = quantize_checkpoint(
@@ -78,6 +87,7 @@ def quantize(
                 input_scales=input_scales,
                 max_shard_bytes=int(shard_gib * 2**30),
                 overwrite=overwrite,
+                device=_device(device),
                 progress=update,
             )
         if as_json:
@@ -88,3 +98,11 @@ def quantize(
             f"{report.bytes_before / 2**20:.1f} -> {report.bytes_after / 2**20:.1f} MiB in {report.seconds:.1f} s\n"
             f"format {report.format}, fingerprint {report.fingerprint}"
         )
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name not in ("auto", "cpu") and not name.startswith("cuda"):
+        raise typer.BadParameter(f"{name!r} is not cpu, cuda or auto")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name

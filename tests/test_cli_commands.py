@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `quads` command: exit codes, JSON on a clean stdout, errors as one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import checkpoint_models as models
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from vllm_quads.checkpoint import detect, quantize_checkpoint
+from vllm_quads.cli.app import app
+from vllm_quads.cli.options import parse_options
+from vllm_quads.compensation import CompensationState
+from vllm_quads.nvfp4 import Contract
+
+RUNNER = CliRunner()
+
+
+def quads(*arguments: object, code: int = 0) -> Any:
+    """Run a command in this process; checks the exit code."""
+    result = RUNNER.invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == code, (result.exit_code, result.stdout, result.stderr, result.exception)
+    return result
+
+
+@pytest.fixture
+def bf16(tmp_path: Path) -> Path:
+    """A BF16 checkpoint in one shard."""
+    return models.make(tmp_path / "bf16", shards=1)
+
+
+def test_help_is_fast_and_names_the_exit_codes() -> None:
+    """`quads --help` does not import torch (a fifth of a second on a quiet machine), and names every command."""
+    code = "import sys; from vllm_quads.cli.app import app; app(['--help'], standalone_mode=False)"
+    code += "; assert 'torch' not in sys.modules"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    for command in ("quantize", "inspect", "gap", "doctor"):
+        assert command in run.stdout
+        assert "Exit codes: 0 success; 1" in " ".join(quads(command, "--help").stdout.split())
+
+
+@pytest.mark.parametrize("fmt", ["quads", "modelopt", "compressed-tensors"])
+def test_quantize_and_inspect(bf16: Path, tmp_path: Path, fmt: str) -> None:
+    """Both commands agree on the fingerprint, in JSON and in text."""
+    made = json.loads(quads("quantize", bf16, tmp_path / "q", "--format", fmt, "--json").stdout)
+    assert made["ok"]
+    assert made["format"] == fmt
+    seen = json.loads(quads("inspect", tmp_path / "q", "--json").stdout)
+    assert seen["ok"]
+    assert seen["fingerprint"] == made["fingerprint"]
+    assert made["quantized"] == models.LAYERS * models.EXPERTS * 3
+    text = quads("inspect", tmp_path / "q").stdout
+    assert made["fingerprint"] in text
+    assert "mlp.experts[4].up_proj" in text
+
+
+def test_options_reach_the_contract(bf16: Path, tmp_path: Path) -> None:
+    """--option sets nested options, numbers and lists; the checkpoint stores them."""
+    options = ["-o", "compensation.ratio=0.5", "-o", "scheme=w4a16", "-o", "targets=*.experts.*,*.self_attn.*"]
+    quads("quantize", bf16, tmp_path / "q", *options)
+    contract = detect(tmp_path / "q").contract
+    assert contract == Contract().merged(
+        {"compensation": {"ratio": 0.5}, "scheme": "w4a16", "targets": ["*.experts.*", "*.self_attn.*"]}
+    )
+
+
+@pytest.mark.parametrize(
+    ("pairs", "options"),
+    [
+        (["a.b=1", "a.c=x"], {"a": {"b": 1, "c": "x"}}),
+        (["ignore=p, q"], {"ignore": ["p", "q"]}),
+        (['targets=["x,y"]'], {"targets": ["x,y"]}),
+        (["form=none"], {"form": "none"}),
+        ([], {}),
+    ],
+)
+def test_parse_options(pairs: list[str], options: dict[str, Any]) -> None:
+    """JSON where it parses, strings else; lists by commas."""
+    assert parse_options(pairs) == options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["-o", "compensation.ration=0.5"], 1, "error: compensation.ration: unknown option"),
+        (["-o", "compensation.ratio=2"], 1, "error: compensation.ratio: is 2.0, expected 0 to 1"),
+        (["-o", "targets=*.gate"], 1, "QUADS does not quantize a router"),
+        (["-o", "scheme"], 2, "is not key=value"),
+        (["-o", "scheme=w4a4", "-o", "scheme=w4a16"], 2, "is given twice"),
+        (["--format", "gguf"], 2, "gguf"),
+        (["--device", "tpu"], 2, "is not cpu, cuda or auto"),
+        (["-o", "activation.global_scale=static"], 1, "calibrate"),
+        (["--calibrate", "/nowhere/prompts.txt"], 1, "/nowhere/prompts.txt: No such file"),
+    ],
+)
+def test_bad_use_of_quantize(bf16: Path, tmp_path: Path, arguments: list[str], code: int, message: str) -> None:
+    """Usage errors exit with 2, contract errors with 1; one line, no traceback, nothing at the destination."""
+    result = quads("quantize", bf16, tmp_path / "q", *arguments, code=code)
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+    assert "Traceback" not in result.output
+    if code == 1:
+        assert len(result.stderr.strip().splitlines()) <= 2  # a progress line may precede the error
+    assert not (tmp_path / "q").exists()
+
+
+def test_errors_in_json(tmp_path: Path) -> None:
+    """With --json an error is one object on stdout and one line on stderr."""
+    result = quads("inspect", tmp_path / "nothing", "--json", code=1)
+    error = json.loads(result.stdout)
+    assert error["ok"] is False
+    assert error["error"]["type"] == "CheckpointError"
+    assert "is not a directory" in error["error"]["message"]
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_inspect_of_a_broken_checkpoint_fails(bf16: Path, tmp_path: Path) -> None:
+    """Exit code 1, every problem on stderr, the rest of the report still there."""
+    quantize_checkpoint(bf16, tmp_path / "q")
+    name = "model.layers.0.mlp.experts.1.up_proj"
+
+    def damage(tensors: models.Tensors) -> None:
+        tensors[f"{name}.weight_scale"].view(torch.uint8)[0, 0] = 0x7F
+        del tensors["model.layers.1.mlp.experts.0.down_proj.weight_scale_2"]
+
+    models.edit(tmp_path / "q", damage)
+    result = quads("inspect", tmp_path / "q", code=1)
+    assert f"error: {name}: 1 block scales are NaN" in result.stderr
+    assert "error: model.layers.1.mlp.experts.0.down_proj.weight_scale_2: is missing" in result.stderr
+    assert "broken" in result.stdout
+    report = json.loads(quads("inspect", tmp_path / "q", "--json", code=1).stdout)
+    assert len(report["problems"]) == 2
+    assert report["fingerprint"] is None
+
+
+def test_warning_for_an_ignore_that_matches_nothing(bf16: Path, tmp_path: Path) -> None:
+    """Shown as one line on stderr; stdout stays JSON."""
+    result = quads("quantize", bf16, tmp_path / "q", "-o", "ignore=*.q_prj", "--json")
+    assert json.loads(result.stdout)["ok"]
+    assert "warning: ignore: pattern '*.q_prj' matches no weight" in result.stderr
+
+
+def test_existing_destination_needs_overwrite(bf16: Path, tmp_path: Path) -> None:
+    """A second run says what is in the way, and replaces it when told to."""
+    quads("quantize", bf16, tmp_path / "q")
+    assert "exists and is not empty" in quads("quantize", bf16, tmp_path / "q", code=1).stderr
+    quads("quantize", bf16, tmp_path / "q", "--overwrite")
+
+
+def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions, the entry point, the backend with its reason, and the self-check; all in one JSON object."""
+    found = json.loads(quads("doctor", "--quick", "--json").stdout)
+    checks = {c["name"]: c for c in found["checks"]}
+    assert checks["reference on cpu"]["ok"]
+    assert checks["plugin entry point"]["detail"].endswith("vllm_quads:register")
+    assert found["environment"]["torch"] == torch.__version__
+    assert found["devices"][0]["backend"] == "torch"
+    assert found["devices"][0]["reason"]
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert "VLLM_PLUGINS=other excludes it" in quads("doctor", "--quick", code=3).stdout
+
+
+def test_doctor_notices_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device (here: a patched reference) that rounds differently fails the self-check with exit code 1."""
+    from vllm_quads.nvfp4 import reference
+
+    monkeypatch.setattr(reference, "_ONE_SIXTH", 0.16666668)
+    result = quads("doctor", "--quick", code=1)
+    assert "computes other bytes for" in result.stdout
+
+
+def test_missing_package_is_an_environment_error(bf16: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without transformers, --calibrate exits with 3 and says what to install."""
+    (tmp_path / "p.txt").write_text("hello\n")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = quads("quantize", bf16, tmp_path / "q", "--calibrate", tmp_path / "p.txt", code=3)
+    assert "'transformers' is not installed: pip install 'vllm-quads[trainer]'" in result.stderr
+
+
+def _mixtral(path: Path) -> Path:
+    """A real tiny Mixtral with a tokenizer, saved by transformers."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers import models as tokenizer_models
+    from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    vocabulary = {"<unk>": 0, **{f"w{i}": i for i in range(1, 64)}}
+    tokenizer = Tokenizer(tokenizer_models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(path)
+    return path
+
+
+def test_calibrate(tmp_path: Path) -> None:
+    """--calibrate stores channel sets, centring and input scales with the checkpoint; stdout stays JSON."""
+    src = _mixtral(tmp_path / "src")
+    (tmp_path / "prompts.txt").write_text("w1 w2 w3\n\nw9 w8 w7 w6\n")
+    options = ["--calibrate", tmp_path / "prompts.txt", "--calibration-tokens", 8]
+    made = json.loads(
+        quads("quantize", src, tmp_path / "q", *options, "-o", "activation.global_scale=static", "--json").stdout
+    )
+    assert made["calibrated"]
+    state = CompensationState.load(tmp_path / "q")
+    assert state is not None
+    assert set(state.sites) == {f"model.layers.{i}.mlp.experts.{s}" for i in (0, 1) for s in ("w13", "w2")}
+    seen = json.loads(quads("inspect", tmp_path / "q", "--json").stdout)
+    assert seen["compensation"]["selected_blocks"] > 0
+    scale = models.read(tmp_path / "q")["model.layers.0.block_sparse_moe.experts.0.w1.input_scale"]
+    assert 1e-5 < scale < 0.1
