@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,12 +66,12 @@ def calibrate_checkpoint(
     return state, scales
 
 
-def _tokenize(tokenizer: object, lines: Sequence[str]) -> list[list[int]]:
+def _tokenize(tokenizer: Any, lines: Sequence[str]) -> list[list[int]]:
     if getattr(tokenizer, "chat_template", None) is None:
-        return [list(tokenizer(line).input_ids) for line in lines]  # type: ignore[operator]
+        return [list(tokenizer(line).input_ids) for line in lines]
     return [
         list(
-            tokenizer.apply_chat_template(  # type: ignore[attr-defined]
+            tokenizer.apply_chat_template(
                 [{"role": "user", "content": line}], add_generation_prompt=True, return_dict=False
             )
         )
@@ -78,9 +79,9 @@ def _tokenize(tokenizer: object, lines: Sequence[str]) -> list[list[int]]:
     ]
 
 
-def _answer(model: torch.nn.Module, prompt: list[int], tokens: int) -> list[int]:
+def _answer(model: Any, prompt: list[int], tokens: int) -> list[int]:
     with torch.no_grad():
-        out = model.generate(  # type: ignore[operator]
+        out = model.generate(
             torch.tensor([prompt], device=model.device),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64, device=model.device),
             max_new_tokens=tokens,
@@ -90,7 +91,7 @@ def _answer(model: torch.nn.Module, prompt: list[int], tokens: int) -> list[int]
     return [int(t) for t in out[0, len(prompt) :]]
 
 
-def _input_scales(model: torch.nn.Module, contract: Contract, batches: Sequence[Tensor]) -> dict[str, float]:
+def _input_scales(model: Any, contract: Contract, batches: Sequence[Tensor]) -> dict[str, float]:
     """amax/2688 of the input of every quantized weight: one for all experts of a layer; 1.0 where no token came by."""
     from trainer_qat.observe import Pass, observing, quantized_weights, site_of
 
