@@ -345,6 +345,12 @@ def test_existing_destination(tmp_path: Path) -> None:
     quantize_checkpoint(src, tmp_path / "dst", overwrite=True)
     assert not (tmp_path / "dst" / "precious").exists()
     assert not list(tmp_path.glob(".*"))
+    with pytest.raises(CheckpointError, match="is the source itself"):
+        quantize_checkpoint(src, src, overwrite=True)
+    (tmp_path / "dst").rename(tmp_path / ".dst.replaced")  # what a kill between the two renames leaves
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        quantize_checkpoint(src, tmp_path / "dst")
+    assert inspect_checkpoint(tmp_path / "dst").ok
 
 
 def test_what_was_written_is_verified_before_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,8 +197,16 @@ def test_ignore_list_and_tensors_that_differ(copy: Callable[[str], Path], fmt: s
         verify_headers(path)
 
 
-def _config_of(fmt: str, change: Callable[[dict[str, Any]], Any]) -> tuple[str, Callable[[dict[str, Any]], Any]]:
-    return fmt, lambda c: change(c["quantization_config"])
+def test_foreign_targets_that_are_patterns(copy: Callable[[str], Path]) -> None:
+    """compressed-tensors targets may name modules instead of the class Linear: the rest need not be ignored."""
+    path = copy("compressed-tensors")
+
+    def targets(config: dict[str, Any]) -> None:
+        config["quantization_config"].update(ignore=[])
+        config["quantization_config"]["config_groups"]["group_0"].update(targets=[r"re:.*\.experts\..*"])
+
+    models.edit_config(path, targets)
+    verify_headers(path)
 
 
 @pytest.mark.parametrize(

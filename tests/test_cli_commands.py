@@ -228,3 +228,31 @@ def test_calibrate(tmp_path: Path) -> None:
     assert seen["compensation"]["selected_blocks"] > 0
     scale = models.read(tmp_path / "q")["model.layers.0.block_sparse_moe.experts.0.w1.input_scale"]
     assert 1e-5 < scale < 0.1
+
+
+def test_gap_passes_its_options_and_keeps_stdout_clean(
+    bf16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`quads gap` hands every option to `run_gap`, prints its report, and writes both files with --out."""
+    from vllm_quads import gap
+    from vllm_quads.gap import GapOptions, GapReport, GapRow
+
+    seen: list[GapOptions] = []
+
+    def fake(model: Path, options: GapOptions, progress: Any) -> GapReport:
+        seen.append(options)
+        progress(0, 1, "step")
+        rows = tuple(
+            GapRow(trainer, rollout, kl, 0.1, 0.2, 0.3, kl, 0.9)
+            for trainer in ("BF16", "QAT")
+            for rollout, kl in (("BF16", 0.001), ("W4A4", 0.1))
+        )
+        return GapReport(model.name, rows, 7, {}, {}, {})
+
+    monkeypatch.setattr(gap, "run_gap", fake)
+    options = ["--arms", "quick", "--max-tokens", 5, "--seed", 3, "--target", "*.x", "--out", tmp_path / "out"]
+    report = json.loads(quads("gap", bf16, *options, "--json").stdout)
+    assert report["rows"][3]["removed"] == 0.0
+    assert (seen[0].arms, seen[0].max_tokens, seen[0].seed, seen[0].targets) == ("quick", 5, 3, ("*.x",))
+    assert (tmp_path / "out" / "gap.png").exists()
+    assert "W4A4" in quads("gap", bf16).stdout

@@ -30,6 +30,8 @@ class CheckpointInfo:
     """The stored contract (`quads`), or the equivalent one of a foreign format; None for BF16."""
     ignore: tuple[str, ...]
     """Ignore list of a foreign format, as stored."""
+    targets: tuple[str, ...]
+    """What a foreign format quantizes: the class `Linear`, or module patterns."""
     quantized: QuantizedSet
     """The packed weights that the shards hold."""
     weights: Mapping[str, tuple[int, int]]
@@ -97,6 +99,7 @@ def describe_reader(reader: CheckpointReader) -> CheckpointInfo:
         scheme=None if stored.format is Format.BF16 else stored.scheme,
         contract=contract,
         ignore=stored.ignore,
+        targets=stored.targets,
         quantized=quantized,
         weights=weights,
         modules=modules,

@@ -19,6 +19,7 @@ from vllm_quads.nvfp4.names import Kind, canonical_name, kind_of
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
 CT_FORMAT = "nvfp4-pack-quantized"
+LINEAR = "Linear"
 _READS = "QUADS reads `quads`, ModelOpt NVFP4 and compressed-tensors nvfp4-pack-quantized checkpoints, and BF16"
 
 
@@ -30,6 +31,8 @@ class QuantConfig:
     scheme: Scheme = Scheme.W4A4
     ignore: tuple[str, ...] = ()
     """Foreign ignore list (module patterns); empty for `quads`."""
+    targets: tuple[str, ...] = (LINEAR,)
+    """What a foreign format quantizes: the class `Linear`, or module patterns."""
     contract: Contract | None = None
     """The stored contract; only for `quads`."""
 
@@ -77,7 +80,9 @@ def _compressed_tensors(path: Path, data: Mapping[str, Any]) -> QuantConfig:
     if not groups:
         raise CheckpointError(f"{path}: compressed-tensors quantization_config has no config_groups; {_READS}")
     schemes = set()
+    targets: list[str] = []
     for name, group in groups.items():
+        targets += group.get("targets") or (LINEAR,)
         weights, style = group.get("weights") or {}, group.get("format") or data.get("format")
         found = (style, weights.get("num_bits"), weights.get("type"), weights.get("group_size"))
         if found != (CT_FORMAT, 4, "float", BLOCK_SIZE):
@@ -88,7 +93,7 @@ def _compressed_tensors(path: Path, data: Mapping[str, Any]) -> QuantConfig:
         schemes.add(Scheme.W4A16 if group.get("input_activations") is None else Scheme.W4A4)
     if len(schemes) > 1:
         raise CheckpointError(f"{path}: config_groups mix W4A4 and W4A16; QUADS needs one scheme for all layers")
-    return QuantConfig(Format.COMPRESSED_TENSORS, schemes.pop(), tuple(data.get("ignore") or ()))
+    return QuantConfig(Format.COMPRESSED_TENSORS, schemes.pop(), tuple(data.get("ignore") or ()), tuple(targets))
 
 
 def contract_of(scheme: Scheme, weights: Iterable[str], quantized: QuantizedSet) -> Contract:

@@ -83,6 +83,8 @@ def quantize_checkpoint(
     """
     start = time.perf_counter()
     contract = contract or Contract()
+    if Path(dst).resolve() == Path(src).resolve():
+        raise CheckpointError(f"{dst}: is the source itself; choose another directory")
     with CheckpointReader(src) as reader:
         info = describe_reader(reader)
         if info.format is not Format.BF16:

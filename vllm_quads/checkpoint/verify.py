@@ -11,6 +11,7 @@ from vllm_quads.checkpoint.headers import FLOATING
 from vllm_quads.checkpoint.info import CheckpointInfo, describe_reader
 from vllm_quads.checkpoint.layouts import SCALE_SUFFIXES, Format
 from vllm_quads.checkpoint.patterns import excludes
+from vllm_quads.checkpoint.quant_configs import LINEAR
 from vllm_quads.checkpoint.reader import CheckpointReader
 from vllm_quads.nvfp4.errors import CheckpointError, MismatchError, QuadsError
 from vllm_quads.nvfp4.names import Kind, expert_index, kind_of
@@ -105,10 +106,12 @@ def _set_problems(info: CheckpointInfo) -> Iterator[QuadsError]:
         return
     for name in info.weights:
         module = info.modules.get(name)
-        covered = next((p for p in info.ignore if excludes(p, module or disk_name(name, info.config))), None)
+        on_disk = module or disk_name(name, info.config)
+        covered = next((p for p in info.ignore if excludes(p, on_disk)), None)
+        targeted = LINEAR in info.targets or any(excludes(p, on_disk) for p in info.targets)
         if module is not None and covered is not None:
             yield CheckpointError(f"{module}: is packed, but the ignore list excludes it ({covered!r})")
-        elif module is None and covered is None and kind_of(name) in (Kind.EXPERT, Kind.LINEAR):
+        elif module is None and targeted and covered is None and kind_of(name) in (Kind.EXPERT, Kind.LINEAR):
             yield CheckpointError(
                 f"{name}: is not packed, but the ignore list does not name it, so an engine would expect packed tensors"
             )

@@ -82,6 +82,8 @@ class CheckpointWriter:
         self.config = dict(config)
         self._max = max_shard_bytes
         self._overwrite = overwrite
+        if self._replaced.exists() and not self.dst.exists():  # a run died between the two renames of `_publish`
+            self._replaced.rename(self.dst)
         if self.dst.exists() and not overwrite and (not self.dst.is_dir() or any(self.dst.iterdir())):
             raise CheckpointError(f"{self.dst}: exists and is not empty; choose another directory or remove it")
         self.directory = self.dst.parent / f".{self.dst.name}.partial"
@@ -95,6 +97,10 @@ class CheckpointWriter:
         self._digests: dict[str, int] = {}
         self._packed_modules: list[str] = []
         self._other_modules: list[str] = []
+
+    @property
+    def _replaced(self) -> Path:
+        return self.dst.parent / f".{self.dst.name}.replaced"
 
     def _claim(self) -> int:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -225,7 +231,7 @@ class CheckpointWriter:
             )
 
     def _publish(self) -> None:
-        old = self.dst.parent / f".{self.dst.name}.replaced"
+        old = self._replaced
         shutil.rmtree(old, ignore_errors=True)
         if self.dst.exists() and self._overwrite:
             self.dst.rename(old)

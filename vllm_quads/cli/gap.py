@@ -27,8 +27,8 @@ def gap(
         Path | None, typer.Option(metavar="PROMPTS.txt", help="One prompt per line; default: those of the package.")
     ] = None,
     calibration_prompts: Annotated[int, typer.Option(min=1, help="Prompts to choose compensation on.")] = 24,
-    evaluation_prompts: Annotated[int, typer.Option(min=1, help="Prompts to measure on.")] = 32,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated per prompt.")] = 40,
+    evaluation_prompts: Annotated[int, typer.Option(min=1, help="Prompts to measure on.")] = 24,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated per prompt.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of all sampling.")] = 0,
     target: Annotated[
         list[str] | None, typer.Option(help="Glob of quantized weights, repeatable; default: the routed experts.")
