@@ -51,7 +51,7 @@ def routes_inside() -> bool:
     return is_cpu() and Version("0.30.dev0") > VLLM_VERSION
 
 
-def route(layer: torch.nn.Module, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+def route(layer: Any, router_logits: Tensor) -> tuple[Tensor, Tensor]:
     """Top-k routing in plain torch: (weights float32 [M, k], global expert ids int64 [M, k]).
 
     Covers what `check_routing` lets through.
@@ -69,7 +69,7 @@ def route(layer: torch.nn.Module, router_logits: Tensor) -> tuple[Tensor, Tensor
     return weights, ids
 
 
-def check_routing(layer: torch.nn.Module) -> str | None:
+def check_routing(layer: Any) -> str | None:
     """Why `route` cannot serve this layer, or None."""
     if not routes_inside():
         return None
@@ -87,18 +87,18 @@ def register_op(name: str, op: Callable[..., Tensor], fake: Callable[..., Tensor
         direct_register_custom_op(op_name=name, op_func=op, mutates_args=[], fake_impl=fake)
 
 
-def register_forward_layer(vllm_config: Any, key: str, layer: torch.nn.Module) -> None:
+def register_forward_layer(vllm_config: Any, key: str, layer: Any) -> None:
     """Make a layer findable by name inside of a forward pass of its own engine (several may live in one process)."""
     vllm_config.compilation_config.static_forward_context[key] = layer
 
 
 def forward_layer(key: str) -> torch.nn.Module:
     """The layer registered under this key in the engine whose forward pass is running."""
-    layer: torch.nn.Module = get_forward_context().no_compile_layers[key]
+    layer: Any = get_forward_context().no_compile_layers[key]
     return layer
 
 
-def tp_rank(layer: torch.nn.Module) -> int:
+def tp_rank(layer: Any) -> int:
     """Tensor-parallel rank of a linear layer (0 where it is replicated)."""
     rank = getattr(layer, "tp_rank", None)
     if rank is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`QuadsConfig`: what vLLM holds of a `quads` model. Decides per layer, and knows the resolved contract of the engine."""
+"""`QuadsConfig`: what vLLM holds of a `quads` model. Decides per layer, and knows the engine's resolved contract."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from vllm_quads.checkpoint import verify_headers
 from vllm_quads.checkpoint.disk_names import disk_name
 from vllm_quads.compensation import CompensationState
 from vllm_quads.nvfp4 import (
@@ -43,6 +44,7 @@ from vllm_quads.plugin.source import Source, parse, unquantized
 
 logger = init_logger("vllm.quads")
 
+_READS_SAFETENSORS = ("auto", "hf", "safetensors", "fastsafetensors")
 OPTIONS_KEY = "quads"
 """Key of the user's options in vLLM's `--additional-config`."""
 
@@ -67,6 +69,7 @@ class QuadsConfig(QuantizationConfig):
         self._model_type = ""
         self._num_layers: int | None = None
         self._dummy = False
+        self._verified = False
         self._hook: Any = None
 
     # -- what vLLM asks of the class -----------------------------------------------------------------------------
@@ -118,9 +121,10 @@ class QuadsConfig(QuantizationConfig):
         if needs_input_scales(contract):
             for runtime in self.runtimes.values():
                 if not runtime.loader.has_input_scales():
+                    name = runtime.loader.matrices[0].name
                     raise ContractError(
-                        f"activation.global_scale: 'static' needs the input_scale of {runtime.loader.matrices[0].name}, "
-                        f"which the checkpoint of this engine does not have"
+                        f"activation.global_scale: 'static' needs the input_scale of {name}, which the checkpoint of "
+                        f"this engine does not have"
                     )
         self._contract = contract
 
@@ -132,13 +136,24 @@ class QuadsConfig(QuantizationConfig):
         options = extra.get(OPTIONS_KEY, {}) if isinstance(extra, Mapping) else {}
         if not isinstance(options, Mapping):
             raise ContractError(f"additional_config['quads']: is {options!r}, expected an object with contract options")
-        contract = self.source.with_options(options)
         model_config = vllm_config.model_config
         self._model = (model_config.model, model_config.revision)
+        load_format = str(vllm_config.load_config.load_format)
+        info = None
+        if load_format in _READS_SAFETENSORS and Path(model_config.model).is_dir():
+            info = verify_headers(model_config.model)
+            if info.contract is not None:  # what the files hold is a better witness than a foreign ignore list
+                self.source = Source(self.source.format, info.contract)
+        contract = self.source.with_options(options)
+        if info is not None:
+            chosen = contract.resolve(info.weights)
+            if self.source.packed:
+                chosen.require_equal(info.quantized, "contract", "checkpoint")
+            self._verified = True
         text_config = model_config.hf_text_config
         self._model_type = str(getattr(text_config, "model_type", ""))
         self._num_layers = getattr(text_config, "num_hidden_layers", None)
-        self._dummy = str(vllm_config.load_config.load_format) == "dummy"
+        self._dummy = load_format == "dummy"
         self._contract = contract
         if compat.is_cpu():
             self._hook = register_module_module_registration_hook(self._keep_plain)
@@ -234,7 +249,10 @@ class QuadsConfig(QuantizationConfig):
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        self.quantized = self.contract.resolve(self.weights)
+        with warnings.catch_warnings():
+            if self._verified:  # the checkpoint's own names have already been told about
+                warnings.simplefilter("ignore")
+            self.quantized = self.contract.resolve(self.weights)
         state = CompensationState.load(_state_directory(*self._model)) if not self._dummy else None
         if state is not None:
             self.set_compensation(state)

@@ -72,7 +72,7 @@ class VllmEngine:
     # -- refit ---------------------------------------------------------------------------------------------------
 
     def begin(self, manifest: Manifest) -> None:
-        """Validate a push. Raises RefitError naming the first difference in contract, set, tensors, shapes or dtypes."""
+        """Validate a push. Raises RefitError naming the first difference in contract, set, names, shapes or dtypes."""
         from vllm_quads.plugin.refit import StagedRefit
 
         if self._staged is not None:
@@ -135,11 +135,21 @@ class VllmEngine:
 
     def collect_statistics(self, on: bool = True) -> None:
         """Start or stop gathering error statistics while the engine generates."""
-        self._read(lambda config: [r.collect(on) for r in config.runtimes.values()])
+
+        def collect(config: QuadsConfig) -> None:
+            for runtime in config.runtimes.values():
+                runtime.collect(on)
+
+        self._read(collect)
 
     def reset_statistics(self) -> None:
         """Forget the statistics gathered so far."""
-        self._read(lambda config: [r.reset_statistics() for r in config.runtimes.values()])
+
+        def reset(config: QuadsConfig) -> None:
+            for runtime in config.runtimes.values():
+                runtime.reset_statistics()
+
+        self._read(reset)
 
     def refresh_compensation(self, sensitivities: Mapping[str, float] | None = None) -> CompensationState:
         """Choose channel sets and centring vectors from the statistics gathered so far, and serve with them.

@@ -39,7 +39,7 @@ class QuadsLinearMethod(LinearMethodBase):
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -83,10 +83,10 @@ class QuadsLinearMethod(LinearMethodBase):
         layer.quads = LinearRuntime(self.config, layer, self._loader, site)
         self.config.add_runtime(self.key, layer.quads)
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         self.config.after_loading(layer.quads)
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         y: Tensor = torch.ops.vllm.quads_linear(x, self._rows, self.key)
         return y if bias is None else y + bias
 
@@ -126,13 +126,13 @@ class DenseLinearMethod(UnquantizedLinearMethod):
         super().__init__()
         self._config = config
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         if self._config is not None:
             self._config.model_loaded()
         if not compat.is_cpu():
             super().process_weights_after_loading(layer)
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if compat.is_cpu():
             return linear(x, layer.weight, bias)
         out: Tensor = super().apply(layer, x, bias)
@@ -146,19 +146,19 @@ class DenseEmbeddingMethod(UnquantizedEmbeddingMethod):
         super().__init__()
         self._config = config
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         self._config.model_loaded()
         if not compat.is_cpu():
             super().process_weights_after_loading(layer)
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if compat.is_cpu():
             return linear(x, layer.weight, bias)
         out: Tensor = super().apply(layer, x, bias)
         return out
 
 
-def full_rows(layer: nn.Module, local: list[int]) -> list[int]:
+def full_rows(layer: Any, local: list[int]) -> list[int]:
     """Rows of each part of the whole matrix, before tensor parallelism; local: rows of each part of this rank."""
     if hasattr(layer, "total_num_kv_heads"):  # QKVParallelLinear: kv heads may be replicated
         kv = layer.total_num_kv_heads
@@ -169,7 +169,7 @@ def full_rows(layer: nn.Module, local: list[int]) -> list[int]:
     return [layer.output_size] if len(local) == 1 else list(local)
 
 
-def _first_row(layer: nn.Module, part: int, rows: int, full: int) -> int:
+def _first_row(layer: Any, part: int, rows: int, full: int) -> int:
     """First row of the local shard within the whole part."""
     if rows == full:
         return 0

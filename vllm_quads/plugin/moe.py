@@ -27,7 +27,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
     the same for w2 with [E, H, I/2], [E, H, I/16], [E], [E].
     """
 
-    def __init__(self, config: QuadsConfig, prefix: str, layer: nn.Module) -> None:
+    def __init__(self, config: QuadsConfig, prefix: str, layer: Any) -> None:
         super().__init__(layer.moe_config)
         _refuse_unsupported(layer, prefix)
         register_ops()
@@ -48,13 +48,13 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         """vLLM 0.26 and 0.27 would replace a method without a kernel: none of that."""
         return
 
-    def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
         """No modular kernel, no config."""
         return
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -64,7 +64,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         hidden, inter = hidden_size, intermediate_size_per_partition
         if extra.get("unpadded_hidden_size", hidden) != hidden:
             raise ContractError(
-                f"{self.prefix}: vLLM pads the hidden size for this all-to-all backend, which QUADS cannot; choose another"
+                f"{self.prefix}: vLLM pads the hidden size for this all-to-all backend, which QUADS cannot; use another"
             )
         if inter % BLOCK_SIZE:
             raise ContractError(
@@ -111,12 +111,12 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         self.config.add_runtime(self.key, layer.quads)
         self._loader = loader
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         self.config.after_loading(layer.quads)
 
     def apply(
         self,
-        layer: nn.Module,
+        layer: Any,
         x: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
@@ -126,9 +126,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         out: Tensor = torch.ops.vllm.quads_experts(x, topk_weights, topk_ids, self.key)
         return out
 
-    def apply_monolithic(
-        self, layer: nn.Module, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
-    ) -> Tensor:
+    def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
         return self.apply(layer, x, *compat.route(layer, router_logits))
 
     # -- loading -------------------------------------------------------------------------------------------------
@@ -142,7 +140,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         expert_id: int = 0,
         return_success: bool = False,
     ) -> bool | None:
-        """vLLM's weight loader: one whole tensor of one expert. False (nothing to do here) for experts of other ranks."""
+        """vLLM's weight loader: one whole tensor of one expert. False (nothing to do) for experts of other ranks."""
         matrix = self._matrices.get((expert_id, shard_id))
         if matrix is not None:
             role: Role = param.quads_role  # type: ignore[attr-defined]
@@ -150,7 +148,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         return matrix is not None if return_success else None
 
 
-def _local_experts(layer: nn.Module, num_local: int) -> tuple[int, ...]:
+def _local_experts(layer: Any, num_local: int) -> tuple[int, ...]:
     """Global ids of this rank's experts, in local order."""
     if layer.expert_map is None:
         return tuple(range(num_local))
@@ -159,7 +157,7 @@ def _local_experts(layer: nn.Module, num_local: int) -> tuple[int, ...]:
     return tuple(by_local[i] for i in range(num_local))
 
 
-def _refuse_unsupported(layer: nn.Module, prefix: str) -> None:
+def _refuse_unsupported(layer: Any, prefix: str) -> None:
     """Raise ContractError for what the MoE method would compute wrongly."""
     moe = layer.moe_config
     activation = getattr(layer.activation, "value", layer.activation)

@@ -8,6 +8,7 @@ Staging keeps copies, so serving weights do not change until `commit`, and the t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,7 @@ def refresh_compensation(config: QuadsConfig, sensitivities: Mapping[str, float]
 class StagedRefit:
     """One refit from manifest to commit. Methods raise RefitError; after an error the object is of no further use."""
 
-    def __init__(self, model: nn.Module, manifest: Manifest) -> None:
+    def __init__(self, model: Any, manifest: Manifest) -> None:
         self._model = model
         self._manifest = manifest
         self._config = config_of(model)
@@ -118,8 +119,8 @@ class StagedRefit:
             got = model_fingerprint(self._config)
             if got != self._manifest.fingerprint:
                 raise RefitError(
-                    f"the rollout arrived at fingerprint {got}, the trainer at {self._manifest.fingerprint}: they do not "
-                    f"hold the same quantized weights"
+                    f"the rollout arrived at fingerprint {got}, the trainer at {self._manifest.fingerprint}: they do "
+                    f"not hold the same quantized weights"
                 )
             sensitivities = {n: float(v) for n, v in self._manifest.compensation.items()}
             refresh_compensation(self._config, sensitivities)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,9 @@ class SiteSpec:
 class LayerRuntime(nn.Module):
     """State and derived operands of one quantized layer."""
 
-    def __init__(self, config: QuadsConfig, layer: nn.Module, loader: PackedLoader, sites: list[SiteSpec]) -> None:
+    _layer: weakref.ref[nn.Module]
+
+    def __init__(self, config: QuadsConfig, layer: Any, loader: PackedLoader, sites: list[SiteSpec]) -> None:
         super().__init__()
         object.__setattr__(self, "_layer", weakref.ref(layer))  # not a child: the layer owns this module
         self.config = config
@@ -72,7 +74,7 @@ class LayerRuntime(nn.Module):
             self._refresh_state(s)
 
     @property
-    def layer(self) -> nn.Module:
+    def layer(self) -> Any:
         """The vLLM layer that owns this."""
         layer = self._layer()
         assert layer is not None
@@ -154,9 +156,7 @@ class LayerRuntime(nn.Module):
 class ExpertsRuntime(LayerRuntime):
     """Runtime of a MoE layer: sites `<name>.w13` and `<name>.w2`."""
 
-    def __init__(
-        self, config: QuadsConfig, layer: nn.Module, loader: PackedLoader, w13: SiteSpec, w2: SiteSpec
-    ) -> None:
+    def __init__(self, config: QuadsConfig, layer: Any, loader: PackedLoader, w13: SiteSpec, w2: SiteSpec) -> None:
         super().__init__(config, layer, loader, [w13, w2])
         self.w13, self.w2 = w13, w2
         self.backend = make_experts_backend(torch.get_default_device())
@@ -219,7 +219,7 @@ class ExpertsRuntime(LayerRuntime):
 class LinearRuntime(LayerRuntime):
     """Runtime of a dense linear: one site, named after its scale group."""
 
-    def __init__(self, config: QuadsConfig, layer: nn.Module, loader: PackedLoader, site: SiteSpec) -> None:
+    def __init__(self, config: QuadsConfig, layer: Any, loader: PackedLoader, site: SiteSpec) -> None:
         super().__init__(config, layer, loader, [site])
         self.site = site
         self.backend = TorchLinear()

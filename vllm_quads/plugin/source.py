@@ -13,7 +13,7 @@ from vllm_quads.nvfp4.errors import ContractError
 from vllm_quads.nvfp4.formats import BLOCK_SIZE
 from vllm_quads.nvfp4.names import canonical_name
 
-SUPPORTED = "a quads checkpoint, ModelOpt NVFP4, compressed-tensors nvfp4-pack-quantized, or an unquantized BF16/FP16 checkpoint"
+SUPPORTED = "a quads checkpoint, ModelOpt NVFP4, compressed-tensors nvfp4-pack-quantized, or unquantized BF16 weights"
 ALL_LINEARS = (EXPERTS, "*_proj")
 """What ModelOpt and compressed-tensors mean by "all Linear layers", less what they ignore."""
 _RUNTIME_OPTIONS = ("scheme", "activation", "compensation")
@@ -40,7 +40,7 @@ class Source:
         if self.packed and fixed:
             raise ContractError(
                 f"{fixed[0]}: is fixed by this {self.format} checkpoint, whose weights are already quantized; only "
-                f"{list(_RUNTIME_OPTIONS)} can be changed at load. Quantize the BF16 model with another contract instead"
+                f"{list(_RUNTIME_OPTIONS)} can change at load. Quantize the BF16 model with another contract instead"
             )
         return self.contract.merged(options)
 
