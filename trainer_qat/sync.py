@@ -161,12 +161,11 @@ class RolloutSync:
                 f"push of policy version {manifest.policy_version} failed after {last}: {type(e).__name__}: {e}; "
                 f"the previous weights keep serving"
             ) from e
-        for got in (report.fingerprint, engine.fingerprint()):
-            if got != manifest.fingerprint:
-                raise MismatchError(
-                    f"policy version {manifest.policy_version}: the engine serves weights with fingerprint {got}, the "
-                    f"trainer sent {manifest.fingerprint}; do not use its rollouts"
-                )
+        if report.fingerprint != manifest.fingerprint:
+            raise MismatchError(
+                f"policy version {manifest.policy_version}: the engine serves weights with fingerprint "
+                f"{report.fingerprint}, the trainer sent {manifest.fingerprint}; do not use its rollouts"
+            )
         return report
 
     @staticmethod
