@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -125,6 +126,21 @@ def test_cache_does_not_change_training() -> None:
     for losses, weight in results[1:]:
         assert losses == results[0][0]
         assert torch.equal(weight, results[0][1])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scoring", [torch.no_grad, torch.inference_mode])
+def test_scoring_before_training(mode: CacheMode, scoring: Callable[[], AbstractContextManager[None]]) -> None:
+    """Weights kept by a pass without gradients serve a training pass, whose gradients are the usual ones."""
+    model, fresh = prepared(mode), prepared(CacheMode.NONE)
+    with scoring():
+        expected = loss_of(model)
+    loss_of(fresh).backward()
+    loss = loss_of(model)
+    loss.backward()
+    assert loss == expected
+    for a, b in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
 
 
 def test_packed_cache_is_small_and_can_be_freed() -> None:

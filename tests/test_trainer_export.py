@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from trainer_models import ALL_LINEARS, deepseek, mixtral, qwen3, single_thread  # noqa: F401
+from trainer_models import ALL_LINEARS, PerExpertModel, deepseek, mixtral, qwen3, single_thread  # noqa: F401
 
-from trainer_qat import export_checkpoint, prepare_qat
+from trainer_qat import export_checkpoint, prepare_qat, remove_qat
 from trainer_qat.prepare import FROZEN_FILE, expert_weights
 from vllm_quads.checkpoint import (
     CheckpointReader,
@@ -21,7 +21,7 @@ from vllm_quads.checkpoint import (
     verify_headers,
 )
 from vllm_quads.compensation import CompensationState, SiteState
-from vllm_quads.nvfp4 import CheckpointError, Contract, FormatError, MismatchError, WeightGlobalScale
+from vllm_quads.nvfp4 import CheckpointError, Contract, ContractError, FormatError, MismatchError, WeightGlobalScale
 
 
 @pytest.mark.parametrize("make", [qwen3, mixtral, deepseek])
@@ -129,3 +129,6 @@ def test_wrapped_models_export_under_plain_names(tmp_path: Path) -> None:
     wrapped = torch.compile(model)
     assert isinstance(wrapped, nn.Module)
     assert export_checkpoint(wrapped, tmp_path / "wrapped").fingerprint == expected
+    remove_qat(wrapped)
+    with pytest.raises(ContractError, match="no Hugging Face config"):
+        export_checkpoint(PerExpertModel(), tmp_path / "none", Contract())

@@ -15,7 +15,7 @@ from trainer_qat.payload import Item, Payload
 from trainer_qat.prepare import save_frozen
 from vllm_quads.checkpoint import CheckpointWriter, Format
 from vllm_quads.compensation import CompensationState
-from vllm_quads.nvfp4 import Contract, PackedTensor
+from vllm_quads.nvfp4 import Contract, ContractError, PackedTensor
 
 DEFAULT_SHARD_BYTES = 2 * 1024**3
 
@@ -104,7 +104,11 @@ def _follow(payload: Payload) -> str:
 
 
 def _config(model: nn.Module) -> dict[str, Any]:
-    """config.json of the plain model."""
+    """config.json of the plain model. Raises ContractError for a model without a Hugging Face config."""
+    if not hasattr(model, "config"):
+        raise ContractError(
+            f"{type(model).__name__} has no Hugging Face config, without which an engine cannot load a checkpoint"
+        )
     config: dict[str, Any] = json.loads(model.config.to_json_string())  # type: ignore[union-attr, operator]
     config["architectures"] = [type(model).__name__.removeprefix("FSDP")]
     config["dtype"] = "float16" if str(next(model.parameters()).dtype) == "torch.float16" else "bfloat16"

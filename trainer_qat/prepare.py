@@ -128,8 +128,8 @@ def prepare_qat(
 
 def remove_qat(model: nn.Module) -> None:
     """Take fake quantization off; the model is the plain one again. Raises ContractError if it was not prepared."""
-    state_of(model)
-    for module in model.modules():
+    root = _root(model)
+    for module in root.modules():
         if type(module) in _PLAIN:  # FSDP2's subclass of ours stays; without a quantizer it is a plain Linear
             module.__class__ = _PLAIN[type(module)]
         inner = getattr(module, _INNER, None)
@@ -140,7 +140,7 @@ def remove_qat(model: nn.Module) -> None:
                 delattr(module, attribute)
         for key in [k for k, h in module._forward_pre_hooks.items() if h in (_require_hooked, _note_sharding)]:
             del module._forward_pre_hooks[key]
-    delattr(model, _STATE)
+    delattr(root, _STATE)
 
 
 @contextlib.contextmanager
@@ -156,16 +156,25 @@ def qat_disabled(model: nn.Module) -> Iterator[None]:
 
 def state_of(model: nn.Module) -> QatState:
     """The shared state of a prepared model. Raises ContractError if `prepare_qat` has not been called on it."""
+    state: QatState = getattr(_root(model), _STATE)
+    return state
+
+
+def _root(model: nn.Module) -> nn.Module:
+    """The module that was prepared: the model, or what torch.compile or DistributedDataParallel wrap."""
     for module in (model, getattr(model, "_orig_mod", None), getattr(model, "module", None)):
-        state = getattr(module, _STATE, None)
-        if isinstance(state, QatState):
-            return state
+        if isinstance(module, nn.Module) and hasattr(module, _STATE):
+            return module
     raise ContractError("the model has no fake quantization: call prepare_qat(model, contract) on this object first")
 
 
 def is_prepared(model: nn.Module) -> bool:
     """True if `prepare_qat` has been called on this model."""
-    return any(hasattr(m, _STATE) for m in (model, getattr(model, "_orig_mod", None), getattr(model, "module", None)))
+    try:
+        _root(model)
+    except ContractError:
+        return False
+    return True
 
 
 def quantizers_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, WeightQuantizer]]:

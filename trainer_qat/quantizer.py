@@ -74,7 +74,8 @@ class WeightQuantizer:
                 f"{self.name}: reaches the forward pass as a shard; QUADS quantizes full weights, so shard the model "
                 f"with FSDP2 (`fully_shard`), which gathers them, and not with tensor parallelism"
             )
-        with torch.no_grad():
+        # Out of inference mode too: what is kept from a scoring pass must be usable in a training pass.
+        with torch.inference_mode(False), torch.no_grad():
             amax, quantized = self._quantized(weight)
         if self.state.clamp_gradient:
             amax = self.amax(weight) if amax is None else amax
