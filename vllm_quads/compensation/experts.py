@@ -18,15 +18,17 @@ from torch.nn.functional import silu
 from vllm_quads.compensation.forms import Compensated, operand_pairs, quantize_with_residual
 from vllm_quads.compensation.linear import (
     PreparedMatrix,
+    center_under_contract,
     multiply_pairs,
     multiply_unquantized,
     prepare_matrix,
     quantization_error,
+    under_contract,
 )
 from vllm_quads.compensation.policy import token_forms
 from vllm_quads.compensation.state import SiteState
 from vllm_quads.compensation.statistics import SiteStatistics
-from vllm_quads.nvfp4.contract import Contract, Form, Scheme
+from vllm_quads.nvfp4.contract import Contract, Scheme
 from vllm_quads.nvfp4.errors import FormatError
 from vllm_quads.nvfp4.formats import unpack_codes
 from vllm_quads.nvfp4.reference import decode_packed
@@ -89,20 +91,21 @@ def experts_forward(
 
     topk_weights float32 [M, k]; topk_ids integer [M, k], local expert ids, negative for experts that live elsewhere
     (they contribute nothing here). g13 (float32 scalar) and g2 (float32 [E]) are static encode global scales; None
-    means one per token. decode: see `policy.token_forms`.
+    means one per token. decode: see `policy.token_forms`. w13_site is the one that `experts` were prepared with; blocks
+    and centring that the contract does not use are left out.
     """
     pairs = _Pairs.of(topk_ids, len(experts.w13))
     quantized = contract.scheme is Scheme.W4A4
-    form, rule = contract.compensation.form, contract.activation.block_scale_rule
+    rule = contract.activation.block_scale_rule
     c13 = None
     if quantized:
-        center = w13_site.center if w13_site is not None else None
+        center = center_under_contract(w13_site, contract)
         c13 = quantize_with_residual(x, rule=rule, g=g13, center=center)
         if w13_statistics is not None:
             w13_statistics.update(x, quantization_error(x, c13, center))
     pair_decode = decode[pairs.token] if decode is not None else None
 
-    y13 = _grouped(x, c13, pairs, pairs.token, experts.w13, form, pair_decode)
+    y13 = _grouped(x, c13, pairs, pairs.token, experts.w13, contract, pair_decode)
     gate, up = y13.chunk(2, dim=-1)
     h = (silu(gate) * up).to(x.dtype)
 
@@ -111,7 +114,7 @@ def experts_forward(
         c2 = quantize_with_residual(h, rule=rule, g=None if g2 is None else g2[pairs.expert][:, None])
         if w2_statistics is not None:
             w2_statistics.update(h, quantization_error(h, c2, None), pairs.expert)
-    y2 = _grouped(h, c2, pairs, None, experts.w2, form, pair_decode)
+    y2 = _grouped(h, c2, pairs, None, experts.w2, contract, pair_decode)
 
     weight = topk_weights.to(torch.float32).flatten()[pairs.slot]
     out = torch.zeros(x.shape[0], y2.shape[1], device=x.device)
@@ -153,7 +156,7 @@ def _grouped(
     pairs: _Pairs,
     rows: Tensor | None,
     matrices: list[PreparedMatrix],
-    form: Form,
+    contract: Contract,
     pair_decode: Tensor | None,
 ) -> Tensor:
     """float32 [P, N]: each pair's row of the operand times its expert's matrix.
@@ -173,8 +176,9 @@ def _grouped(
             outputs.append(multiply_unquantized(own, matrix))
             continue
         own_scale = scale[here] if rows is None else scale[rows[here]]
-        forms = token_forms(form, count, None if pair_decode is None else pair_decode[here], x.device)
-        outputs.append(multiply_pairs(own, own_scale, forms, matrix))
+        own_decode = None if pair_decode is None else pair_decode[here]
+        forms = token_forms(contract.compensation.form, count, own_decode, x.device)
+        outputs.append(multiply_pairs(own, own_scale, forms, under_contract(matrix, contract)))
     if not outputs:
         return torch.zeros(0, matrices[0].weight.shape[0], device=x.device)
     return torch.cat(outputs)

@@ -7,7 +7,7 @@ Native and fused kernels are checked against these functions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ from vllm_quads.compensation.forms import (
     quantize_with_residual,
     sum_pairs,
 )
-from vllm_quads.compensation.policy import TokenForms, token_forms
+from vllm_quads.compensation.policy import TokenForms, token_forms, uses_blocks
 from vllm_quads.compensation.state import SiteState
 from vllm_quads.compensation.statistics import SiteStatistics
-from vllm_quads.nvfp4.contract import Contract, Scheme
+from vllm_quads.nvfp4.contract import Centering, Contract, Scheme
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,20 @@ def prepare_matrix(
     bias = (scaled @ center) * decode if center is not None and bool(center.any()) else None
     weight = appended_weight(scaled, columns) if columns.numel() else scaled
     return PreparedMatrix(weight, decode, columns, bias)
+
+
+def under_contract(matrix: PreparedMatrix, contract: Contract) -> PreparedMatrix:
+    """The matrix without what the contract does not use: it has the last word over a state that was loaded or kept."""
+    if not uses_blocks(contract) and matrix.columns.numel():
+        matrix = replace(matrix, weight=matrix.weight[:, : matrix.k], columns=matrix.columns[:0])
+    if contract.activation.centering is Centering.NONE and matrix.bias is not None:
+        matrix = replace(matrix, bias=None)
+    return matrix
+
+
+def center_under_contract(site: SiteState | None, contract: Contract) -> Tensor | None:
+    """The site's centring vector, or None if the contract does not centre."""
+    return None if site is None or contract.activation.centering is Centering.NONE else site.center
 
 
 def multiply(c: Compensated, forms: TokenForms, matrix: PreparedMatrix) -> Tensor:
@@ -100,16 +114,16 @@ def linear_forward(
     """Dense linear under the contract: x [M, K] to y [M, N], in x's dtype.
 
     g: static encode global scale (float32 scalar); None means per token. decode: see `token_forms`. `matrix` was
-    prepared with the blocks and the centring vector of `site`.
+    prepared with the blocks and the centring vector of `site`; those that the contract does not use are left out.
     """
     if contract.scheme is Scheme.W4A16:
         return multiply_unquantized(x, matrix).to(x.dtype)
-    center = site.center if site is not None else None
+    center = center_under_contract(site, contract)
     c = quantize_with_residual(x, rule=contract.activation.block_scale_rule, g=g, center=center)
     if statistics is not None:
         statistics.update(x, quantization_error(x, c, center))
     forms = token_forms(contract.compensation.form, x.shape[0], decode, x.device)
-    return multiply(c, forms, matrix).to(x.dtype)
+    return multiply(c, forms, under_contract(matrix, contract)).to(x.dtype)
 
 
 def quantization_error(x: Tensor, c: Compensated, center: Tensor | None) -> Tensor:

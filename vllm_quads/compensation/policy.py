@@ -17,7 +17,7 @@ class TokenForms(NamedTuple):
     rows: Tensor
     """Full residual as a second row."""
     blocks: Tensor
-    """Selected blocks appended along K (none, where the form is NONE)."""
+    """Selected blocks appended along K (the forwards drop them where the contract uses none)."""
 
 
 def token_forms(form: Form, num_tokens: int, decode: Tensor | None, device: torch.device) -> TokenForms:

@@ -77,8 +77,9 @@ def select_budget(
 ) -> dict[str, Tensor]:
     """Spend one budget, `ratio` of the MACs of all sites, where sensitivity x output error per MAC is largest.
 
-    Greedy by density, which is optimal up to the last block. Raises ContractError naming the first site without a
-    sensitivity (output error alone is a worse guide than a uniform ratio), or whose sensitivity is not finite and >= 0.
+    Greedy by density, passing over blocks that no longer fit: within one block of the optimum. Raises ContractError
+    naming the first site without a sensitivity (output error alone is a worse guide than a uniform ratio), or whose
+    sensitivity is not finite and >= 0.
     """
     missing = sorted(set(scores) - set(sensitivities))
     if missing:
@@ -101,10 +102,17 @@ def select_budget(
         density.append(gain.flatten())
         cost.append(per_block.flatten())
     all_density, all_cost = torch.cat(density), torch.cat(cost)
-    order = all_density.argsort(descending=True, stable=True)
-    spent = all_cost[order].cumsum(0)
-    take = (spent <= ratio * all_cost.sum() * (1 + 1e-9)) & (all_density[order] > 0)
     mask = torch.zeros_like(all_density, dtype=torch.bool)
-    mask[order[take]] = True
+    left = ratio * all_cost.sum() * (1 + 1e-9)
+    waiting = all_density.argsort(descending=True, stable=True)
+    waiting = waiting[all_density[waiting] > 0]
+    while waiting.numel():
+        spent = all_cost[waiting].cumsum(0)
+        fits = int((spent <= left).sum())
+        if fits:
+            mask[waiting[:fits]] = True
+            left = left - spent[fits - 1]
+        waiting = waiting[fits:]
+        waiting = waiting[all_cost[waiting] <= left]
     parts = mask.split([d.numel() for d in density])
     return {name: part.view_as(scores[name].value) for name, part in zip(names, parts, strict=True)}
