@@ -45,8 +45,8 @@ class GapOptions:
     prompts: Path | None = None
     """Text file with one prompt per line; None means the prompts that ship with the package."""
     calibration_prompts: int = 24
-    evaluation_prompts: int = 32
-    max_tokens: int = 40
+    evaluation_prompts: int = 24
+    max_tokens: int = 64
     seed: int = 0
     targets: tuple[str, ...] | None = None
     """Globs of the quantized weights; None means the routed experts."""

@@ -50,7 +50,7 @@ class GapReport:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; each row also says which share of the QAT x W4A4 KL it removes."""
-        rows = [asdict(r) | ({"removed": self.removed(r.rollout)} if r.trainer == "QAT" else {}) for r in self.rows]
+        rows = [asdict(r) | ({"removed": self.removed(r.rollout)} if _compares(r) else {}) for r in self.rows]
         return asdict(self) | {"rows": rows}
 
     def save(self, out: Path) -> tuple[Path, Path]:
@@ -73,7 +73,7 @@ class GapReport:
             if previous not in (None, r.trainer):
                 table.add_section()
             previous = r.trainer
-            removed = f"{self.removed(r.rollout):.0%}" if r.trainer == "QAT" else ""
+            removed = f"{self.removed(r.rollout):.1%}" if _compares(r) else ""
             numbers = (r.mean_gap, r.p99_gap, r.max_gap, r.k3, r.ess)
             table.add_row(r.trainer, r.rollout, f"{r.kl:.4f}", removed, *(f"{v:.3f}" for v in numbers))
         return table
@@ -108,3 +108,8 @@ class GapReport:
         axis.spines[["top", "right"]].set_visible(False)
         figure.savefig(path, dpi=150)
         plt.close(figure)
+
+
+def _compares(row: GapRow) -> bool:
+    """True for rows whose weights agree with the trainer's, so that the share of the activation KL means something."""
+    return row.trainer == "QAT" and row.rollout != "BF16"
