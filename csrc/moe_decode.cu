@@ -2,12 +2,12 @@
 // Grouped GEMM for small token counts: y[pair, n] = sum_k W[expert, n, k] * X[row, k], packed NVFP4 weights.
 //
 // Bound by the weight bytes, so everything serves one continuous stream of them:
-//   - persistent: one block per multiprocessor, each with a contiguous share of (segment, row tile) units;
-//   - one warp only feeds a ring of 9216-byte stages with bulk copies, across units and segments, without a stop;
-//   - eight warps read their A fragments from the ring (16 bytes a lane, no bank conflict), decode in registers and run
+//   - persistent: one block per multiprocessor, each with a contiguous share of (segment, row range) units;
+//   - one warp only feeds a ring of 18432-byte stages with bulk copies, across units and segments, without a stop;
+//   - one warp fetches the tokens of the next segment (up to 32 of one expert, whole K) into the spare one of two buffers;
+//   - sixteen warps read their A fragments from the ring (16 bytes a lane, no bank conflict), decode in registers and run
 //     mma.m16n8k16 (FP16 in, FP32 accumulate), the tokens being the N dimension in steps of 8;
-//   - the tokens of a segment (up to 32 of one expert, whole K) stay in shared memory while all row tiles of the segment that
-//     this block has are streamed past them;
+//   - all row ranges of a segment that this block has are streamed past the tokens, which stay where they are;
 //   - warps that share rows split K and add their accumulators in a fixed order, so results do not depend on the run,
 //     on the other tokens of the batch, or on which block computed them.
 #include "moe_params.cuh"
@@ -15,19 +15,24 @@
 namespace quads {
 namespace {
 
-constexpr int kStageBytes = 4 * kBlockBytes;
-constexpr int kConsumerWarps = 8;
-constexpr int kThreads = 32 * (kConsumerWarps + 1);
-constexpr int kMaxStages = 20;
+constexpr int kStageBytes = 8 * kBlockBytes;
+constexpr int kConsumerWarps = 16;
+constexpr int kThreads = 32 * (kConsumerWarps + 2);
+constexpr int kMaxStages = 12;
 constexpr int kMaxTiles = 4;  // of 8 tokens
-constexpr int kMetaBytes = kMaxTiles * 8 * sizeof(TokenMeta);
 constexpr int kSmemLimit = 232448;
-constexpr int kAllConsumers = 15;  // barrier id
+
+struct TokenBuffer {
+  SegmentMeta segment;
+  TokenMeta tokens[kMaxTiles * 8];
+};
 
 struct Layout {
   int stages;
-  int operand_stride;  // bytes; rows are 16 bytes apart modulo 128, so ldmatrix meets no bank conflict
-  int reduce_bytes;    // one of two buffers
+  int operand_stride;   // bytes; rows are 16 bytes apart modulo 128, so ldmatrix meets no bank conflict
+  int token_buffers;    // 2, or 1 where shared memory is short
+  int reduce_bytes;     // one buffer
+  int reduce_buffers;   // 2, or 1 where shared memory is short
   int operand_offset, reduce_offset, meta_offset, barrier_offset, total;
 };
 
@@ -37,14 +42,17 @@ __host__ __device__ Layout make_layout(int kblocks, int max_tokens) {
   const int tiles = max_tokens / 8;
   l.operand_stride = kblocks * 128 + 16;
   l.reduce_bytes = RG * 2 * tiles * (KG - 1) * 512;
-  const int fixed = max_tokens * l.operand_stride + 2 * l.reduce_bytes + kMetaBytes + 2 * 8 * kMaxStages + 128;
-  int stages = (kSmemLimit - fixed) / kStageBytes;
+  l.reduce_buffers = tiles <= 2 ? 2 : 1;
+  const int rest = l.reduce_buffers * l.reduce_bytes + 2 * (int)sizeof(TokenBuffer) + 8 * (2 * kMaxStages + 4) + 256;
+  const int operand = max_tokens * l.operand_stride;
+  l.token_buffers = kSmemLimit - rest - 2 * operand >= 5 * kStageBytes ? 2 : 1;
+  const int stages = (kSmemLimit - rest - l.token_buffers * operand) / kStageBytes;
   l.stages = stages > kMaxStages ? kMaxStages : stages;
   l.operand_offset = l.stages * kStageBytes;
-  l.reduce_offset = l.operand_offset + max_tokens * l.operand_stride;
-  l.meta_offset = l.reduce_offset + 2 * l.reduce_bytes;
-  l.barrier_offset = (l.meta_offset + kMetaBytes + 15) / 16 * 16;
-  l.total = l.barrier_offset + 2 * 8 * kMaxStages;
+  l.reduce_offset = l.operand_offset + l.token_buffers * operand;
+  l.meta_offset = l.reduce_offset + l.reduce_buffers * l.reduce_bytes;
+  l.barrier_offset = (l.meta_offset + 2 * (int)sizeof(TokenBuffer) + 15) / 16 * 16;
+  l.total = l.barrier_offset + 8 * (2 * kMaxStages + 4);
   return l;
 }
 
@@ -99,25 +107,45 @@ struct Consumer {
 };
 
 template <int NT, int KSTEP>
-__device__ __forceinline__ void multiply_step(const Fragment& f, const uint32_t (&b)[NT][4], float (&acc)[2][NT][4]) {
+__device__ __forceinline__ void multiply_step(const Fragment& f, const Shifts& shift, const uint32_t (&b)[NT][4], float (&acc)[2][NT][4]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     uint32_t a[4];
-    decode_word(word_of(f.codes[i], KSTEP), decode_scales<KSTEP>(f.scales[i]), a);
+    decode_word(word_of(f.codes[i], KSTEP), decode_scales<KSTEP>(f.scales[i]), shift, a);
 #pragma unroll
     for (int j = 0; j < NT; ++j) mma(acc[i][j], a, b[j][2 * (KSTEP & 1)], b[j][2 * (KSTEP & 1) + 1]);
   }
 }
 
+// Row tiles of a unit that lie in group `index` of it, given the unit's first tile.
+template <int RG>
+__device__ __forceinline__ int tiles_in_group(int row_tiles, int first_tile, int index) {
+  constexpr int kTiles = RG / 2;
+  if (kTiles >= kGroupTiles) return max(0, min(kGroupTiles, row_tiles - first_tile - kGroupTiles * index));
+  return min(kTiles, row_tiles - first_tile);  // a unit within one group; groups hold an even number of tiles
+}
+
 // One unit: all of K for the rows of this warp, then the sum over the K groups and the epilogue.
 template <int RG, int KG, int NT, int EPILOGUE, typename Out>
-__device__ __forceinline__ void compute_unit(const GemmArgs& p, const Layout& l, Consumer& c, char* smem, int expert,
-                                             int row_tile, int count, int rg, int kg, int buffer) {
+__device__ __forceinline__ void compute_unit(const GemmArgs& p, const Layout& l, Consumer& c, const Shifts& shift, char* smem,
+                                             const TokenBuffer& meta, uint32_t operand, int unit_row, int rg, int kg,
+                                             int buffer) {
   const int lane = c.lane;
-  const uint32_t block = ((rg >> 1) * KG + kg) * kBlockBytes;
+  const int first_tile = unit_row * (RG / 2), tile = rg >> 1;
+  const int group = tile / kGroupTiles;
+  const int tiles = tiles_in_group<RG>(p.row_tiles, first_tile, group);
+  const uint32_t block = (group * KG * kGroupTiles + kg * tiles + tile % kGroupTiles) * kBlockBytes;
   const uint32_t codes = block + (rg & 1) * 1024 + lane * 16;
   const uint32_t scales = block + kScaleOffset + (rg & 1) * 128 + (lane >> 2) * 8;
-  uint32_t operand = smem_u32(smem + l.operand_offset) + (lane & 7) * l.operand_stride + (lane >> 3) * 16 + kg * 128;
+  operand += (lane & 7) * l.operand_stride + (lane >> 3) * 16 + kg * 128;
+
+  int channel[2];
+  float2 bias[2];  // fetched here, used after the main loop
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    channel[i] = channel_of<EPILOGUE>(first_tile + tile, (rg & 1) * 2 + i, lane >> 2);
+    bias[i] = load_bias<EPILOGUE>(p, meta.segment.expert, channel[i]);
+  }
 
   float acc[2][NT][4];
 #pragma unroll
@@ -128,50 +156,46 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Layout& l,
       for (int k = 0; k < 4; ++k) acc[i][j][k] = 0.0f;
 
   const int steps = p.kblocks / KG;
-  Fragment next;
-  c.load(next, codes, scales);
-#pragma unroll 2
+#pragma unroll 1
   for (int it = 0; it < steps; ++it) {
-    Fragment f = next;
-    if (it + 1 < steps) c.load(next, codes, scales);
+    Fragment f;
+    c.load(f, codes, scales);
     uint32_t b[NT][4];
 #pragma unroll
     for (int j = 0; j < NT; ++j) ldmatrix_x4(operand + j * 8 * l.operand_stride, b[j]);
-    multiply_step<NT, 0>(f, b, acc);
-    multiply_step<NT, 1>(f, b, acc);
+    multiply_step<NT, 0>(f, shift, b, acc);
+    multiply_step<NT, 1>(f, shift, b, acc);
 #pragma unroll
     for (int j = 0; j < NT; ++j) ldmatrix_x4(operand + j * 8 * l.operand_stride + 64, b[j]);
-    multiply_step<NT, 2>(f, b, acc);
-    multiply_step<NT, 3>(f, b, acc);
+    multiply_step<NT, 2>(f, shift, b, acc);
+    multiply_step<NT, 3>(f, shift, b, acc);
     operand += KG * 128;
   }
 
   // Accumulator group q = (brick, token tile) is finished by K group q % KG, summed in the order of the K groups.
-  float4* reduce = reinterpret_cast<float4*>(smem + l.reduce_offset + buffer * l.reduce_bytes) + rg * 2 * NT * (KG - 1) * 32;
+  float4* reduce = reinterpret_cast<float4*>(smem + l.reduce_offset + (l.reduce_buffers == 2 ? buffer : 0) * l.reduce_bytes +
+                                             rg * (l.reduce_bytes / RG));
+  if (KG > 1) {
 #pragma unroll
-  for (int q = 0; q < 2 * NT; ++q) {
-    const int owner = q % KG;
-    const float(&a)[4] = acc[q / NT][q % NT];
-    if (kg != owner) {
-      const int place = kg < owner ? kg : kg - 1;
-      reduce[(q * (KG - 1) + place) * 32 + lane] = make_float4(a[0], a[1], a[2], a[3]);
+    for (int q = 0; q < 2 * NT; ++q) {
+      const int owner = q % KG;
+      const float(&a)[4] = acc[q / NT][q % NT];
+      if (kg != owner) reduce[(q * (KG - 1) + (kg < owner ? kg : kg - 1)) * 32 + lane] = make_float4(a[0], a[1], a[2], a[3]);
     }
+    named_barrier(1 + rg, 32 * KG);
   }
-  named_barrier(1 + rg, 32 * KG);
 
-  const TokenMeta* meta = reinterpret_cast<const TokenMeta*>(smem + l.meta_offset);
-  const float2 alpha = load_alpha(p, expert);
 #pragma unroll
   for (int q = 0; q < 2 * NT; ++q) {
     if (kg != q % KG) continue;
-    const int brick = q / NT, tile = q % NT;
+    const int brick = q / NT, tile8 = q % NT;
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int k = 0; k < KG; ++k) {
       float part[4];
       if (k == q % KG) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) part[i] = acc[brick][tile][i];
+        for (int i = 0; i < 4; ++i) part[i] = acc[brick][tile8][i];
       } else {
         const float4 v = reduce[(q * (KG - 1) + (k < q % KG ? k : k - 1)) * 32 + lane];
         part[0] = v.x, part[1] = v.y, part[2] = v.z, part[3] = v.w;
@@ -179,43 +203,66 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Layout& l,
 #pragma unroll
       for (int i = 0; i < 4; ++i) sum[i] += part[i];
     }
-    const int channel = ((row_tile * RG + rg) * 2 + brick) * 8 + (lane >> 2);
-    const int token = tile * 8 + 2 * (lane & 3);
-    if (token < count) store_pair<EPILOGUE, Out>(p, expert, alpha, meta[token], channel, sum[0], sum[2]);
-    if (token + 1 < count) store_pair<EPILOGUE, Out>(p, expert, alpha, meta[token + 1], channel, sum[1], sum[3]);
+    if (channel[brick] >= p.channels) continue;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int index = tile8 * 8 + 2 * (lane & 3) + half;
+      if (index >= meta.segment.count) continue;
+      const TokenMeta t = meta.tokens[index];
+      const float2 scale = make_float2(meta.segment.alpha.x * t.decode, meta.segment.alpha.y * t.decode);
+      const float2 y = finish<EPILOGUE>(sum[half], sum[half + 2], scale, bias[brick], t.router);
+      Out* out = reinterpret_cast<Out*>(p.out) + (int64_t)t.pair * p.ldo + channel[brick];
+      if (EPILOGUE == kSwiGlu) {
+        *out = from_float<Out>(y.x);
+      } else {
+        const float two[2] = {y.x, y.y};
+        store_adjacent<2>(out, two);
+      }
+    }
   }
+  if (KG > 1 && l.reduce_buffers == 1) named_barrier(1 + rg, 32 * KG);
 }
 
 template <int RG, int KG, int EPILOGUE, typename Out>
-__global__ void __launch_bounds__(kThreads, 1) moe_decode_kernel(const GemmArgs p, int early_weights) {
+__global__ void __launch_bounds__(kThreads, 1)
+    moe_decode_kernel(const GemmArgs p, const Shifts shift, const int early_weights) {
   static_assert(RG * KG == kConsumerWarps && RG % 2 == 0, "");
   extern __shared__ __align__(128) char smem[];
   const Layout l = make_layout<RG, KG>(p.kblocks, p.max_tokens);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t full = smem_u32(smem + l.barrier_offset), empty = full + 8 * kMaxStages;
+  const uint32_t tokens_full = empty + 8 * kMaxStages, tokens_empty = tokens_full + 16;
+  TokenBuffer* meta = reinterpret_cast<TokenBuffer*>(smem + l.meta_offset);
+  const uint32_t operand = smem_u32(smem + l.operand_offset);
+  const int operand_bytes = p.max_tokens * l.operand_stride;
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < l.stages; ++i) {
       mbar_init(full + 8 * i, 1);
       mbar_init(empty + 8 * i, kConsumerWarps);
     }
+    for (int i = 0; i < 2; ++i) {
+      mbar_init(tokens_full + 8 * i, 1);
+      mbar_init(tokens_empty + 8 * i, kConsumerWarps);
+    }
     mbar_init_fence();
   }
   __syncthreads();
-  // With early_weights the producer reads the segments before the predecessor is complete: they were written by a kernel that
+  // With early_weights the weight stream starts before the predecessor is complete: the segments were written by a kernel that
   // the predecessor's predecessor has waited for (see quads_moe), and weights are constant.
   if (early_weights == 0) {
     grid_dependency_wait();
     grid_dependency_launch();
   }
 
-  constexpr int kTilesPerUnit = RG / 2;  // row tiles of 64
-  const int units_per_segment = (p.row_tiles + kTilesPerUnit - 1) / kTilesPerUnit;
+  constexpr int kTiles = RG / 2;  // row tiles of a unit
+  constexpr int kGroups = kTiles > kGroupTiles ? kTiles / kGroupTiles : 1;
+  const int units_per_segment = (p.row_tiles + kTiles - 1) / kTiles;
   const int64_t units = (int64_t)*(volatile const int*)p.num_segments * units_per_segment;
   const int first = (int)(units * blockIdx.x / gridDim.x), last = (int)(units * (blockIdx.x + 1) / gridDim.x);
   const int steps = p.kblocks / KG;
 
-  if (warp == kConsumerWarps) {  // producer
+  if (warp == kConsumerWarps) {  // weights
     if (lane == 0) {
       int slot = 0;
       uint32_t phase = 1;  // a fresh barrier counts as "previous phase complete"
@@ -226,15 +273,29 @@ __global__ void __launch_bounds__(kThreads, 1) moe_decode_kernel(const GemmArgs 
           segment = unit / units_per_segment;
           expert = ((volatile const int*)p.segments)[3 * segment];
         }
-        const int tile = unit % units_per_segment * kTilesPerUnit;
-        const int tiles = min(kTilesPerUnit, p.row_tiles - tile);
-        const uint8_t* source = p.weights + ((int64_t)expert * p.row_tiles + tile) * p.kblocks * kBlockBytes;
+        const int first_tile = unit % units_per_segment * kTiles;
+        const int within = first_tile % kGroupTiles;
+        const WeightGroup group(p.weights, expert, p.row_tiles, p.kblocks, first_tile - within);
+        const int tiles = tiles_in_group<RG>(p.row_tiles, first_tile, 0);
+        const int more = kGroups > 1 ? tiles_in_group<RG>(p.row_tiles, first_tile, 1) : 0;
+        const uint8_t* source = group.blocks + within * kBlockBytes;
+        const uint8_t* second = group.blocks + (int64_t)kGroupTiles * p.kblocks * kBlockBytes;
         for (int it = 0; it < steps; ++it) {
+          const uint32_t target = ring + slot * kStageBytes, bar = full + 8 * slot;
           mbar_wait(empty + 8 * slot, phase);
-          mbar_expect_tx(full + 8 * slot, tiles * KG * kBlockBytes);
-          for (int i = 0; i < tiles; ++i)
-            bulk_copy(ring + slot * kStageBytes + i * KG * kBlockBytes,
-                      source + ((int64_t)i * p.kblocks + it * KG) * kBlockBytes, KG * kBlockBytes, full + 8 * slot);
+          mbar_expect_tx(bar, (tiles + more) * KG * kBlockBytes);
+          if (kTiles >= kGroupTiles) {
+            bulk_copy(target, source, tiles * KG * kBlockBytes, bar);
+          } else {
+#pragma unroll 1
+            for (int i = 0; i < KG; ++i)
+              bulk_copy(target + i * tiles * kBlockBytes, source + i * group.tiles * kBlockBytes, tiles * kBlockBytes, bar);
+          }
+          source += KG * group.tiles * kBlockBytes;
+          if (kGroups > 1 && more > 0) {
+            bulk_copy(target + KG * kGroupTiles * kBlockBytes, second, more * KG * kBlockBytes, bar);
+            second += KG * more * kBlockBytes;
+          }
           if (++slot == l.stages) {
             slot = 0;
             phase ^= 1;
@@ -249,54 +310,78 @@ __global__ void __launch_bounds__(kThreads, 1) moe_decode_kernel(const GemmArgs 
     grid_dependency_wait();
     grid_dependency_launch();
   }
+
+  if (warp == kConsumerWarps + 1) {  // tokens
+    if (first < last) {
+      int slot = 0;
+      uint32_t phase = 1;
+      for (int segment = first / units_per_segment; segment <= (last - 1) / units_per_segment; ++segment) {
+        const int start = p.segments[3 * segment + 1], count = p.segments[3 * segment + 2];
+        const int pair = lane < count ? p.sorted[start + lane] : 0;
+        mbar_wait(tokens_empty + 8 * slot, phase);
+        if (lane < count)
+          bulk_copy(operand + slot * operand_bytes + lane * l.operand_stride,
+                    p.operand + (int64_t)(pair / p.row_divisor) * p.ldb, p.kblocks * 128, tokens_full + 8 * slot);
+        if (lane < count) meta[slot].tokens[lane] = load_token(p, pair);
+        if (lane == 0) meta[slot].segment = load_segment(p, segment);
+        __syncwarp();
+        if (lane == 0) mbar_expect_tx(tokens_full + 8 * slot, count * p.kblocks * 128);
+        if (++slot == l.token_buffers) {
+          slot = 0;
+          phase ^= 1;
+        }
+      }
+    }
+    return;
+  }
+
   Consumer c{full, empty, smem_u32(smem), l.stages, 0, 0u, lane};
-  TokenMeta* meta = reinterpret_cast<TokenMeta*>(smem + l.meta_offset);
-  int segment = -1, expert = 0, count = 0;
+  const int rg = warp % RG, kg = warp / RG;
+  int segment = -1, slot = 0;
+  uint32_t phase = 0;
   for (int unit = first; unit < last; ++unit) {
     if (unit / units_per_segment != segment) {
-      segment = unit / units_per_segment;
-      expert = p.segments[3 * segment];
-      const int start = p.segments[3 * segment + 1];
-      count = p.segments[3 * segment + 2];
-      named_barrier(kAllConsumers, 32 * kConsumerWarps);  // nobody reads the previous segment's tokens any more
-      for (int token = warp; token < count; token += kConsumerWarps) {
-        const TokenMeta t = load_token(p, start + token);
-        if (lane == 0) meta[token] = t;
-        const __half* row = p.operand + (int64_t)(t.pair / p.row_divisor) * p.ldb;
-        const uint32_t target = smem_u32(smem + l.operand_offset) + token * l.operand_stride;
-        for (int i = lane; i < p.kblocks * 8; i += 32) cp_async16(target + i * 16, row + i * 8);
+      if (segment >= 0) {
+        __syncwarp();
+        if (lane == 0) mbar_arrive(tokens_empty + 8 * slot);
+        if (++slot == l.token_buffers) {
+          slot = 0;
+          phase ^= 1;
+        }
       }
-      cp_async_commit();
-      cp_async_wait<0>();
-      named_barrier(kAllConsumers, 32 * kConsumerWarps);
+      segment = unit / units_per_segment;
+      mbar_wait(tokens_full + 8 * slot, phase);
     }
-    const int row_tile = unit % units_per_segment;
-    const int rg = warp % RG, kg = warp / RG, buffer = unit & 1;
-    switch ((count + 7) / 8) {
-      case 1: compute_unit<RG, KG, 1, EPILOGUE, Out>(p, l, c, smem, expert, row_tile, count, rg, kg, buffer); break;
-      case 2: compute_unit<RG, KG, 2, EPILOGUE, Out>(p, l, c, smem, expert, row_tile, count, rg, kg, buffer); break;
-      case 3: compute_unit<RG, KG, 3, EPILOGUE, Out>(p, l, c, smem, expert, row_tile, count, rg, kg, buffer); break;
-      default: compute_unit<RG, KG, 4, EPILOGUE, Out>(p, l, c, smem, expert, row_tile, count, rg, kg, buffer); break;
+    const TokenBuffer& tokens = meta[slot];
+    const uint32_t at = operand + slot * operand_bytes;
+#define QUADS_UNIT(NT) \
+  compute_unit<RG, KG, NT, EPILOGUE, Out>(p, l, c, shift, smem, tokens, at, unit % units_per_segment, rg, kg, unit & 1)
+    switch ((tokens.segment.count + 7) / 8) {
+      case 1: QUADS_UNIT(1); break;
+      case 2: QUADS_UNIT(2); break;
+      case 3: QUADS_UNIT(3); break;
+      default: QUADS_UNIT(4); break;
     }
+#undef QUADS_UNIT
   }
 }
 
 template <int RG, int KG, int EPILOGUE, typename Out>
 int launch_decode(const GemmArgs& p, int early_weights, cudaStream_t stream) {
   const Layout l = make_layout<RG, KG>(p.kblocks, p.max_tokens);
-  if (l.stages < 3 || p.kblocks % KG != 0 || p.max_tokens % 8 != 0 || p.max_tokens > 8 * kMaxTiles)
+  if (l.stages < 3 || p.kblocks % KG != 0 || p.max_tokens % 8 != 0 || p.max_tokens > 8 * kMaxTiles || p.row_tiles % 2 != 0)
     return cudaErrorInvalidValue;
   constexpr auto kernel = moe_decode_kernel<RG, KG, EPILOGUE, Out>;
   cudaError_t e = allow_shared_memory<kernel>(kSmemLimit);
   if (e != cudaSuccess) return e;
-  return launch(kernel, dim3(multiprocessors()), dim3(kThreads), l.total, stream, p, early_weights);
+  return launch(kernel, dim3(multiprocessors()), dim3(kThreads), l.total, stream, p, Shifts(), early_weights);
 }
 
 template <int EPILOGUE, typename Out>
 int launch_decode_shape(const GemmArgs& p, int k_groups, int early_weights, cudaStream_t stream) {
-  if (k_groups == 2) return launch_decode<4, 2, EPILOGUE, Out>(p, early_weights, stream);
-  if (k_groups == 4) return launch_decode<2, 4, EPILOGUE, Out>(p, early_weights, stream);
-  if (k_groups == 1) return launch_decode<8, 1, EPILOGUE, Out>(p, early_weights, stream);
+  if (k_groups == 1) return launch_decode<16, 1, EPILOGUE, Out>(p, early_weights, stream);
+  if (k_groups == 2) return launch_decode<8, 2, EPILOGUE, Out>(p, early_weights, stream);
+  if (k_groups == 4) return launch_decode<4, 4, EPILOGUE, Out>(p, early_weights, stream);
   return cudaErrorInvalidValue;
 }
 
@@ -323,10 +408,10 @@ extern "C" int quads_moe_decode(const quads::GemmArgs* args, int epilogue, int o
 extern "C" int quads_moe_decode_capacity(int kblocks, int k_groups) {
   using namespace quads;
   for (int tokens = 8 * kMaxTiles; tokens > 0; tokens -= 8) {
-    const Layout l = k_groups == 1   ? make_layout<8, 1>(kblocks, tokens)
-                     : k_groups == 2 ? make_layout<4, 2>(kblocks, tokens)
-                                     : make_layout<2, 4>(kblocks, tokens);
-    if (l.stages >= 5) return tokens;
+    const Layout l = k_groups == 1   ? make_layout<16, 1>(kblocks, tokens)
+                     : k_groups == 2 ? make_layout<8, 2>(kblocks, tokens)
+                                     : make_layout<4, 4>(kblocks, tokens);
+    if (l.stages >= 3) return tokens;
   }
   return 0;
 }

@@ -11,7 +11,7 @@ namespace quads {
 
 // What a launcher gets from the host; mirrored field by field in vllm_quads/kernels/_native.py.
 struct GemmArgs {
-  const uint8_t* weights;    // prepared, [E][row tiles of 64][K / 64] blocks
+  const uint8_t* weights;    // prepared (weights.cuh), one matrix after the other
   const __half* operand;     // [rows, ldb]: q * s (merged with the residual), zero in [K, ldb)
   const float* decode;       // [rows]: decode global scale of each operand row
   const float* alpha;        // [E, 2]: decode global scale of the weights (gate, up), or twice the same
@@ -22,73 +22,86 @@ struct GemmArgs {
   const int* sorted;         // pairs grouped by expert
   void* out;                 // [pairs, ldo]
   int kblocks;               // K / 64, K padded
-  int row_tiles;             // row tiles of 64
+  int row_tiles;             // row tiles of 64, even
   int ldb;                   // elements between operand rows
   int row_divisor;           // operand row = pair / row_divisor (top-k for the first GEMM, 1 for the second)
-  int channels;              // valid output channels
+  int channels;              // valid output channels, a multiple of 16
   int ldo;                   // elements between output rows
   int bias_stride;
   int max_tokens;            // capacity of a segment
 };
 
+// SwiGLU: row g of a brick is a channel of gate, row g + 8 the same channel of up; one output channel.
+// Plain:  rows g and g + 8 are two adjacent output channels.
 enum : int { kSwiGlu = 0, kPlain = 1 };
 
-__device__ __forceinline__ float silu(float x) { return __fdiv_rn(x, 1.0f + __expf(-x)); }
-
-// Per-token values of a segment, kept in shared memory while its tiles are computed.
+// Per-token values of a segment.
 struct TokenMeta {
   int pair;
   float decode;
   float router;
 };
 
-// Writes one pair of accumulators (rows g and g + 8 of a 16-row brick) of one token.
-//   SwiGLU: row g is channel c of gate, row g + 8 of up; one output channel.
-//   Plain:  rows g and g + 8 are output channels 2c and 2c + 1.
-// Order of the float32 operations: (accumulator * (alpha * 2^14)) * token scale + bias, then the activation.
-template <int EPILOGUE, typename Out>
-__device__ __forceinline__ void store_pair(const GemmArgs& p, int expert, float2 alpha, const TokenMeta& token, int c,
-                                           float low, float high) {
-  if (EPILOGUE == kSwiGlu) {
-    if (c >= p.channels) return;
-    float gate = low * alpha.x * token.decode;
-    float up = high * alpha.y * token.decode;
-    if (p.bias != nullptr) {
-      const float* b = p.bias + (int64_t)expert * p.bias_stride;
-      gate += b[c];
-      up += b[p.channels + c];
-    }
-    reinterpret_cast<Out*>(p.out)[(int64_t)token.pair * p.ldo + c] = from_float<Out>(silu(gate) * up);
-  } else {
-    if (2 * c >= p.channels) return;  // channels is even
-    float x = low * alpha.x * token.decode, y = high * alpha.y * token.decode;
-    if (p.bias != nullptr) {
-      const float* b = p.bias + (int64_t)expert * p.bias_stride;
-      x += b[2 * c];
-      y += b[2 * c + 1];
-    }
-    x *= token.router;
-    y *= token.router;
-    Out* out = reinterpret_cast<Out*>(p.out) + (int64_t)token.pair * p.ldo + 2 * c;
-    if constexpr (sizeof(Out) == 4) {
-      *reinterpret_cast<float2*>(out) = make_float2(x, y);
-    } else {
-      Out two[2] = {from_float<Out>(x), from_float<Out>(y)};
-      *reinterpret_cast<uint32_t*>(out) = *reinterpret_cast<uint32_t*>(two);
-    }
-  }
+// Per-segment values; alpha already holds 2^14.
+struct SegmentMeta {
+  int expert;
+  int count;
+  float2 alpha;
+};
+
+__device__ __forceinline__ SegmentMeta load_segment(const GemmArgs& p, int segment) {
+  SegmentMeta s;
+  s.expert = p.segments[3 * segment];
+  s.count = p.segments[3 * segment + 2];
+  s.alpha = make_float2(p.alpha[2 * s.expert] * kDecodeFactor, p.alpha[2 * s.expert + 1] * kDecodeFactor);
+  return s;
 }
 
-__device__ __forceinline__ float2 load_alpha(const GemmArgs& p, int expert) {
-  return make_float2(p.alpha[2 * expert] * kDecodeFactor, p.alpha[2 * expert + 1] * kDecodeFactor);
-}
-
-__device__ __forceinline__ TokenMeta load_token(const GemmArgs& p, int index) {
+__device__ __forceinline__ TokenMeta load_token(const GemmArgs& p, int pair) {
   TokenMeta t;
-  t.pair = p.sorted[index];
-  t.decode = p.decode[t.pair / p.row_divisor];
-  t.router = p.router != nullptr ? p.router[t.pair] : 1.0f;
+  t.pair = pair;
+  t.decode = p.decode[pair / p.row_divisor];
+  t.router = p.router != nullptr ? p.router[pair] : 1.0f;
   return t;
+}
+
+// First output channel of row g of a brick. Two adjacent row tiles interleave their channels, so that a thread that owns the same
+// row of both writes adjacent channels (layout.py: gate_up_order, pair_order).
+template <int EPILOGUE>
+__device__ __forceinline__ int channel_of(int row_tile, int brick, int g) {
+  const int pair = row_tile >> 1, odd = row_tile & 1;
+  return EPILOGUE == kSwiGlu ? pair * 64 + brick * 16 + 2 * g + odd : pair * 128 + brick * 32 + 4 * g + 2 * odd;
+}
+
+// Bias of the two accumulator rows (g, g + 8) whose first output channel is c.
+template <int EPILOGUE>
+__device__ __forceinline__ float2 load_bias(const GemmArgs& p, int expert, int c) {
+  if (p.bias == nullptr || c >= p.channels) return make_float2(0.0f, 0.0f);
+  const float* b = p.bias + (int64_t)expert * p.bias_stride + c;
+  return make_float2(b[0], b[EPILOGUE == kSwiGlu ? p.channels : 1]);
+}
+
+// x / (1 + exp(-x)) to about 2^-21; for x < -88 the quotient is 0.
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+
+// Accumulators of rows g and g + 8 to outputs, in float32: fma(accumulator, alpha * token scale, bias), then the activation or the
+// router weight.
+template <int EPILOGUE>
+__device__ __forceinline__ float2 finish(float low, float high, float2 scale, float2 bias, float router) {
+  const float x = fmaf(low, scale.x, bias.x), y = fmaf(high, scale.y, bias.y);
+  if (EPILOGUE == kSwiGlu) return make_float2(silu(x) * y, 0.0f);
+  return make_float2(x * router, y * router);
+}
+
+// N adjacent outputs; the address is a multiple of their size.
+template <int N, typename Out>
+__device__ __forceinline__ void store_adjacent(Out* out, const float (&v)[N]) {
+  struct alignas(N * sizeof(Out)) Vector {
+    Out v[N];
+  } packed;
+#pragma unroll
+  for (int i = 0; i < N; ++i) packed.v[i] = from_float<Out>(v[i]);
+  *reinterpret_cast<Vector*>(out) = packed;
 }
 
 }  // namespace quads

@@ -2,7 +2,7 @@
 // Grouped GEMM for large token counts, same weights and epilogues as moe_decode.cu, bound by the tensor cores.
 //
 // Persistent; a unit is 256 weight rows x up to 128 tokens of one expert. Three warpgroups:
-//   - one producer: a thread feeds the weight ring (4 x 2304 bytes per 64 k) with bulk copies, all 128 threads gather the
+//   - one producer: a thread feeds the weight ring (9216 bytes per 64 k) with bulk copies, all 128 threads gather the
 //     tokens' rows with cp.async into the 128-byte swizzle that wgmma reads;
 //   - two consumers of 128 rows each: A fragments are decoded in registers (the layout of moe_decode.cu is also that of
 //     wgmma's A operand) while the previous step's wgmma runs.
@@ -13,17 +13,25 @@ namespace quads {
 namespace {
 
 constexpr int kTokens = 128;
+
+struct UnitMeta {
+  SegmentMeta segment;
+  TokenMeta tokens[kTokens];
+};
+
 constexpr int kThreads = 384;
-constexpr int kTilesPerUnit = 4;
+constexpr int kTilesPerUnit = kGroupTiles;
 constexpr int kStages = 8;
+constexpr int kMetaBuffers = 2;
 constexpr int kLag = 3;  // stages a producer's cp.async groups stay in flight
 constexpr int kWeightBytes = kTilesPerUnit * kBlockBytes;
 constexpr int kOperandBytes = kTokens * 128;
 constexpr int kOperandOffset = 0;
 constexpr int kWeightOffset = kStages * kOperandBytes;
 constexpr int kMetaOffset = kWeightOffset + kStages * kWeightBytes;
-constexpr int kBarrierOffset = kMetaOffset + kTokens * (int)sizeof(TokenMeta);
-constexpr int kSmemBytes = kBarrierOffset + 3 * 8 * kStages + 1024;  // 1024: alignment of the base
+constexpr int kBarrierOffset = (kMetaOffset + kMetaBuffers * (int)sizeof(UnitMeta) + 15) / 16 * 16;
+constexpr int kSmemBytes = kBarrierOffset + 8 * (3 * kStages + 2 * kMetaBuffers) + 1024;  // 1024: alignment of the base
+static_assert(kSmemBytes <= 232448, "");
 
 struct Ring {
   int slot = 0;
@@ -37,13 +45,18 @@ struct Ring {
 };
 
 struct Barriers {
-  uint32_t weights, operand, empty;
+  uint32_t weights, operand, empty, meta_full, meta_empty;
 };
 
 template <int N, int EPILOGUE, typename Out>
-__device__ __forceinline__ void compute_unit(const GemmArgs& p, const Barriers& bar, Ring& ring, uint32_t base,
-                                             const TokenMeta* meta, int expert, int tile, int count, int group) {
+__device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& shift, const Barriers& bar, Ring& ring,
+                                             uint32_t base, const UnitMeta& meta, int tile, int group) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int channel = channel_of<EPILOGUE>(tile + group * 2, warp, lane >> 2);
+  float2 bias[2];  // of this thread's rows in the two row tiles; fetched here, used after the main loop
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    bias[i] = load_bias<EPILOGUE>(p, meta.segment.expert, channel + (EPILOGUE == kSwiGlu ? i : 2 * i));
   float acc[2][N / 2];
 #pragma unroll
   for (int i = 0; i < 2; ++i)
@@ -74,8 +87,8 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Barriers& 
     const uint64_t descriptor = wgmma_descriptor(base + kOperandOffset + ring.slot * kOperandBytes);
 #define QUADS_STEP(KSTEP)                                                                       \
   {                                                                                             \
-    decode_word(word_of(codes[0], KSTEP), decode_scales<KSTEP>(scales[0]), a[(KSTEP) & 1][0]);  \
-    decode_word(word_of(codes[1], KSTEP), decode_scales<KSTEP>(scales[1]), a[(KSTEP) & 1][1]);  \
+    decode_word(word_of(codes[0], KSTEP), decode_scales<KSTEP>(scales[0]), shift, a[(KSTEP) & 1][0]);  \
+    decode_word(word_of(codes[1], KSTEP), decode_scales<KSTEP>(scales[1]), shift, a[(KSTEP) & 1][1]);  \
     wgmma_fence();                                                                              \
     wgmma<N>(acc[0], a[(KSTEP) & 1][0], descriptor + 2 * (KSTEP));                              \
     wgmma<N>(acc[1], a[(KSTEP) & 1][1], descriptor + 2 * (KSTEP));                              \
@@ -94,36 +107,49 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Barriers& 
   wgmma_wait<0>();
   if (threadIdx.x % 128 == 0) mbar_arrive(bar.empty + 8 * previous);
 
-  const float2 alpha = load_alpha(p, expert);
+  if (channel >= p.channels) return;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row_tile = tile + group * 2 + i;
-    if (row_tile >= p.row_tiles) break;
-    const int channel = (row_tile * 4 + warp) * 8 + (lane >> 2);
+  for (int j = 0; j < N / 8; ++j) {
 #pragma unroll
-    for (int j = 0; j < N / 8; ++j) {
-      const int token = 8 * j + 2 * (lane & 3);
-      if (token < count) store_pair<EPILOGUE, Out>(p, expert, alpha, meta[token], channel, acc[i][4 * j], acc[i][4 * j + 2]);
-      if (token + 1 < count)
-        store_pair<EPILOGUE, Out>(p, expert, alpha, meta[token + 1], channel, acc[i][4 * j + 1], acc[i][4 * j + 3]);
+    for (int half = 0; half < 2; ++half) {
+      const int token = 8 * j + 2 * (lane & 3) + half;
+      if (token >= meta.segment.count) continue;
+      const TokenMeta t = meta.tokens[token];
+      const float2 scale = make_float2(meta.segment.alpha.x * t.decode, meta.segment.alpha.y * t.decode);
+      const float2 a = finish<EPILOGUE>(acc[0][4 * j + half], acc[0][4 * j + half + 2], scale, bias[0], t.router);
+      const float2 b = finish<EPILOGUE>(acc[1][4 * j + half], acc[1][4 * j + half + 2], scale, bias[1], t.router);
+      Out* out = reinterpret_cast<Out*>(p.out) + (int64_t)t.pair * p.ldo + channel;
+      if (EPILOGUE == kSwiGlu) {
+        const float v[2] = {a.x, b.x};
+        store_adjacent<2>(out, v);
+      } else {
+        const float v[4] = {a.x, a.y, b.x, b.y};
+        store_adjacent<4>(out, v);
+      }
     }
   }
 }
 
 template <int EPILOGUE, typename Out>
-__global__ void __launch_bounds__(kThreads, 1) moe_prefill_kernel(const GemmArgs p) {
+__global__ void __launch_bounds__(kThreads, 1) moe_prefill_kernel(const GemmArgs p, const Shifts shift) {
   extern __shared__ char raw_smem[];
   const uint32_t raw = smem_u32(raw_smem);
   const uint32_t base = (raw + 1023u) & ~1023u;
   char* smem = raw_smem + (base - raw);
-  const Barriers bar{base + kBarrierOffset, base + kBarrierOffset + 8 * kStages, base + kBarrierOffset + 16 * kStages};
-  TokenMeta* meta = reinterpret_cast<TokenMeta*>(smem + kMetaOffset);
+  const uint32_t barriers = base + kBarrierOffset;
+  const Barriers bar{barriers, barriers + 8 * kStages, barriers + 16 * kStages, barriers + 24 * kStages,
+                     barriers + 24 * kStages + 8 * kMetaBuffers};
+  UnitMeta* meta = reinterpret_cast<UnitMeta*>(smem + kMetaOffset);
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbar_init(bar.weights + 8 * i, 1);
       mbar_init(bar.operand + 8 * i, 128);
       mbar_init(bar.empty + 8 * i, 2);
+    }
+    for (int i = 0; i < kMetaBuffers; ++i) {
+      mbar_init(bar.meta_full + 8 * i, 128);
+      mbar_init(bar.meta_empty + 8 * i, 2);
     }
     mbar_init_fence();
   }
@@ -138,6 +164,8 @@ __global__ void __launch_bounds__(kThreads, 1) moe_prefill_kernel(const GemmArgs
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     const int tid = threadIdx.x, chunk = tid % 8, first_row = tid / 8;
     Ring ring;
+    int meta_slot = 0;
+    uint32_t meta_phase = 1;
     uint32_t pending[kLag];  // slots whose cp.async groups are still in flight, oldest first
     int in_flight = 0;
 #pragma unroll
@@ -145,21 +173,28 @@ __global__ void __launch_bounds__(kThreads, 1) moe_prefill_kernel(const GemmArgs
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
       const int segment = unit / units_per_segment, tile = unit % units_per_segment * kTilesPerUnit;
       const int expert = p.segments[3 * segment], start = p.segments[3 * segment + 1], count = p.segments[3 * segment + 2];
-      const int tiles = min(kTilesPerUnit, p.row_tiles - tile);
-      const uint8_t* weights = p.weights + ((int64_t)expert * p.row_tiles + tile) * p.kblocks * kBlockBytes;
+      const WeightGroup weights(p.weights, expert, p.row_tiles, p.kblocks, tile);
       int rows[8];  // operand row of this thread's tokens, -1 past the segment
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int token = first_row + 16 * i;
         rows[i] = token < count ? p.sorted[start + token] / p.row_divisor : -1;
       }
+      mbar_wait(bar.meta_empty + 8 * meta_slot, meta_phase);
+      if (tid < count) meta[meta_slot].tokens[tid] = load_token(p, p.sorted[start + tid]);
+      if (tid == 0) meta[meta_slot].segment = load_segment(p, segment);
+      mbar_arrive(bar.meta_full + 8 * meta_slot);
+      if (++meta_slot == kMetaBuffers) {
+        meta_slot = 0;
+        meta_phase ^= 1;
+      }
       for (int it = 0; it < p.kblocks; ++it) {
         mbar_wait(bar.empty + 8 * ring.slot, ring.phase ^ 1);
         if (tid == 0) {
-          mbar_expect_tx(bar.weights + 8 * ring.slot, tiles * kBlockBytes);
-          for (int i = 0; i < tiles; ++i)
-            bulk_copy(base + kWeightOffset + ring.slot * kWeightBytes + i * kBlockBytes,
-                      weights + ((int64_t)i * p.kblocks + it) * kBlockBytes, kBlockBytes, bar.weights + 8 * ring.slot);
+          const uint32_t bytes = weights.tiles * kBlockBytes;
+          mbar_expect_tx(bar.weights + 8 * ring.slot, bytes);
+          bulk_copy(base + kWeightOffset + ring.slot * kWeightBytes, weights.blocks + (int64_t)it * bytes, bytes,
+                    bar.weights + 8 * ring.slot);
         }
         const uint32_t target = base + kOperandOffset + ring.slot * kOperandBytes + ((chunk ^ (first_row & 7)) * 16);
 #pragma unroll
@@ -191,26 +226,39 @@ __global__ void __launch_bounds__(kThreads, 1) moe_prefill_kernel(const GemmArgs
   asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
   const int group = threadIdx.x / 128 - 1;
   Ring ring;
+  int meta_slot = 0;
+  uint32_t meta_phase = 0;
   for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    const int segment = unit / units_per_segment, tile = unit % units_per_segment * kTilesPerUnit;
-    const int expert = p.segments[3 * segment], start = p.segments[3 * segment + 1], count = p.segments[3 * segment + 2];
-    named_barrier(1, 256);  // the previous unit's epilogue is done with meta
-    if (threadIdx.x - 128 < count) meta[threadIdx.x - 128] = load_token(p, start + threadIdx.x - 128);
-    named_barrier(1, 256);
-    if (count <= 32) compute_unit<32, EPILOGUE, Out>(p, bar, ring, base, meta, expert, tile, count, group);
-    else if (count <= 64) compute_unit<64, EPILOGUE, Out>(p, bar, ring, base, meta, expert, tile, count, group);
-    else if (count <= 96) compute_unit<96, EPILOGUE, Out>(p, bar, ring, base, meta, expert, tile, count, group);
-    else compute_unit<128, EPILOGUE, Out>(p, bar, ring, base, meta, expert, tile, count, group);
+    const int tile = unit % units_per_segment * kTilesPerUnit;
+    mbar_wait(bar.meta_full + 8 * meta_slot, meta_phase);
+#define QUADS_TOKENS(N) compute_unit<N, EPILOGUE, Out>(p, shift, bar, ring, base, meta[meta_slot], tile, group)
+    switch ((meta[meta_slot].segment.count - 1) / 16) {
+      case 0:
+      case 1: QUADS_TOKENS(32); break;
+      case 2: QUADS_TOKENS(48); break;
+      case 3: QUADS_TOKENS(64); break;
+      case 4: QUADS_TOKENS(80); break;
+      case 5: QUADS_TOKENS(96); break;
+      case 6: QUADS_TOKENS(112); break;
+      default: QUADS_TOKENS(128); break;
+    }
+#undef QUADS_TOKENS
+    named_barrier(1 + group, 128);
+    if (threadIdx.x % 128 == 0) mbar_arrive(bar.meta_empty + 8 * meta_slot);
+    if (++meta_slot == kMetaBuffers) {
+      meta_slot = 0;
+      meta_phase ^= 1;
+    }
   }
 }
 
 template <int EPILOGUE, typename Out>
 int launch_prefill(const GemmArgs& p, cudaStream_t stream) {
-  if (p.max_tokens > kTokens) return cudaErrorInvalidValue;
+  if (p.max_tokens > kTokens || p.row_tiles % 2 != 0) return cudaErrorInvalidValue;
   constexpr auto kernel = moe_prefill_kernel<EPILOGUE, Out>;
   cudaError_t e = allow_shared_memory<kernel>(kSmemBytes);
   if (e != cudaSuccess) return e;
-  return launch(kernel, dim3(multiprocessors()), dim3(kThreads), kSmemBytes, stream, p);
+  return launch(kernel, dim3(multiprocessors()), dim3(kThreads), kSmemBytes, stream, p, Shifts());
 }
 
 }  // namespace

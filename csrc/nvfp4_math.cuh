@@ -30,6 +30,8 @@ QUADS_HD float mul_rn(float a, float b) { return __fmul_rn(a, b); }
 QUADS_HD float add_rn(float a, float b) { return __fadd_rn(a, b); }
 QUADS_HD float sub_rn(float a, float b) { return __fsub_rn(a, b); }
 QUADS_HD float div_rn(float a, float b) { return __fdiv_rn(a, b); }
+QUADS_HD float rcp_rn(float a) { return __frcp_rn(a); }
+QUADS_HD float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 QUADS_HD uint32_t bits(float x) { return __float_as_uint(x); }
 QUADS_HD float from_bits(uint32_t u) { return __uint_as_float(u); }
 #else
@@ -39,15 +41,22 @@ QUADS_HD float mul_rn(float a, float b) { return a * b; }
 QUADS_HD float add_rn(float a, float b) { return a + b; }
 QUADS_HD float sub_rn(float a, float b) { return a - b; }
 QUADS_HD float div_rn(float a, float b) { return a / b; }
+QUADS_HD float rcp_rn(float a) { return 1.0f / a; }
+QUADS_HD float fma_rn(float a, float b, float c) { return std::fma(a, b, c); }
 #endif
 
-QUADS_HD float abs_bits(float x) { return from_bits(bits(x) & 0x7FFFFFFFu); }
 QUADS_HD bool is_finite(float x) { return (bits(x) & 0x7F800000u) != 0x7F800000u; }
 
-// max(a, b) on magnitudes that keeps NaN (comparing the bit patterns of non-negative floats orders NaN above Inf).
+// max(|a|, |b|); NaN wins.
 QUADS_HD float max_magnitude(float a, float b) {
-  uint32_t x = bits(a), y = bits(b);
+#ifdef __CUDA_ARCH__
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(fabsf(a)), "f"(fabsf(b)));
+  return r;
+#else
+  uint32_t x = bits(a) & 0x7FFFFFFFu, y = bits(b) & 0x7FFFFFFFu;
   return from_bits(x > y ? x : y);
+#endif
 }
 
 // Encode global scale g = range / amax, capped at FLT_MAX; 1 where amax is 0; NaN stays NaN.
@@ -57,17 +66,17 @@ QUADS_HD float encode_scale(float amax, float range) {
   return g > kFltMax ? kFltMax : g;
 }
 
-// Round to the nearest E2M1 value, ties to even, saturating at 6; sign of zero kept. Adding and subtracting 2^22,
-// 2^23 or 2^24 rounds to a multiple of 0.5, 1 or 2, the step of the grid around |y|.
+// Round |y| <= 7 to the nearest E2M1 value, ties to even. Adding and subtracting 1.5 * 2^22, 2^23 or 2^24 rounds to a multiple of
+// 0.5, 1 or 2, the step of the grid around y. A zero result is +0. NaN stays NaN.
 QUADS_HD float e2m1_round(float y) {
-  float m = abs_bits(y);
-  m = m > 6.0f ? 6.0f : m;
-  uint32_t e = bits(m);
-  e = e < 0x3F800000u ? 0x3F800000u : e;
-  float magic = from_bits((e & 0x7F800000u) + 0x0B000000u);
-  float r = sub_rn(add_rn(m, magic), magic);
-  return from_bits(bits(r) | (bits(y) & 0x80000000u));
+  const float m = from_bits(bits(y) & 0x7FFFFFFFu);
+  const float e = from_bits(bits(m > 1.0f ? m : 1.0f) & 0x7F800000u);
+  const float magic = mul_rn(e, 6291456.0f);
+  return sub_rn(add_rn(y, magic), magic);
 }
+
+// The same for any y but NaN, saturating at 6.
+QUADS_HD float e2m1_round_saturating(float y) { return e2m1_round(y > 6.0f ? 6.0f : y < -6.0f ? -6.0f : y); }
 
 // 4-bit code (sign << 3 | magnitude) of a value on the E2M1 grid.
 QUADS_HD uint32_t e2m1_code(float v) {
@@ -119,15 +128,15 @@ QUADS_HD BlockScale block_scale(float sf, float decode) {
   BlockScale b;
   b.byte = e4m3_byte(sf);
   b.s = e4m3_value(b.byte);
-  float o = div_rn(1.0f, mul_rn(b.s, decode));
+  const float o = rcp_rn(mul_rn(b.s, decode));
   b.o = o > kFltMax ? kFltMax : o;
   return b;
 }
 
 QUADS_HD float amax16(const float (&x)[16]) {
-  float m = abs_bits(x[0]);
+  float m = max_magnitude(x[0], x[1]);
 #pragma unroll
-  for (int i = 1; i < 16; ++i) m = max_magnitude(m, abs_bits(x[i]));
+  for (int i = 2; i < 16; ++i) m = max_magnitude(m, x[i]);
   return m;
 }
 
@@ -137,50 +146,78 @@ QUADS_HD float scale_factor(float m, float g) {
   return (is_finite(m) && !(bits(sf) << 1 > 0xFF000000u)) ? sf : from_bits(0x7FC00000u);
 }
 
-// Squared error of a candidate, summed by halves.
-QUADS_HD float block_error(const float (&x)[16], const float (&q)[16], float s, float decode) {
-  float e[16];
+// q = e2m1(x * o) of a block with amax m. Saturation is a rare case: only where the block scale itself was rounded far down.
+QUADS_HD void round_block(const float (&x)[16], float m, float o, float (&q)[16]) {
+  if (mul_rn(m, o) >= 7.0f) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) q[i] = e2m1_round_saturating(mul_rn(x[i], o));
+  } else {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) q[i] = e2m1_round(mul_rn(x[i], o));
+  }
+}
+
+// A quantized block: p = q s (exact) and the residual r = x - p * decode (two roundings).
+struct Block {
+  BlockScale scale;
+  float p[16];
+  float r[16];
+};
+
+QUADS_HD void encode_block(const float (&x)[16], float m, float sf, float decode, Block& b) {
+  b.scale = block_scale(sf, decode);
+  round_block(x, m, b.scale.o, b.p);
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    float r = sub_rn(x[i], mul_rn(mul_rn(q[i], s), decode));
-    e[i] = mul_rn(r, r);
+    b.p[i] = mul_rn(b.p[i], b.scale.s);
+    b.r[i] = sub_rn(x[i], mul_rn(b.p[i], decode));
   }
+}
+
+// Sum of squares by halves.
+QUADS_HD float block_error(const float (&r)[16]) {
+  float e[8];
 #pragma unroll
-  for (int half = 8; half >= 1; half >>= 1)
+  for (int i = 0; i < 8; ++i) e[i] = add_rn(mul_rn(r[i], r[i]), mul_rn(r[i + 8], r[i + 8]));
+#pragma unroll
+  for (int half = 4; half >= 1; half >>= 1)
 #pragma unroll
     for (int i = 0; i < half; ++i) e[i] = add_rn(e[i], e[i + half]);
   return e[0];
 }
 
-// x -> E2M1 values q and block scale. FOUR: choose between mapping the amax to 6 and to 4.
+// Main quantization. FOUR: choose between mapping the amax to 6 and to 4, by squared error, 6 at a tie.
 template <bool FOUR>
-QUADS_HD BlockScale quantize_block(const float (&x)[16], float g, float decode, float (&q)[16]) {
-  float m = amax16(x);
-  float sf = scale_factor(m, g);
-  BlockScale b = block_scale(sf, decode);
-#pragma unroll
-  for (int i = 0; i < 16; ++i) q[i] = m == 0.0f ? 0.0f : e2m1_round(mul_rn(x[i], b.o));
+QUADS_HD void quantize_block(const float (&x)[16], float g, float decode, Block& b) {
+  const float m = amax16(x);
+  const float sf = scale_factor(m, g);
+  encode_block(x, m, sf, decode, b);
   if (FOUR) {
-    BlockScale b4 = block_scale(mul_rn(sf, 1.5f), decode);
-    float q4[16];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) q4[i] = m == 0.0f ? 0.0f : e2m1_round(mul_rn(x[i], b4.o));
-    if (block_error(x, q4, b4.s, decode) < block_error(x, q, b.s, decode)) {
-      b = b4;
-#pragma unroll
-      for (int i = 0; i < 16; ++i) q[i] = q4[i];
-    }
+    Block four;
+    encode_block(x, m, mul_rn(sf, 1.5f), decode, four);
+    if (block_error(four.r) < block_error(b.r)) b = four;
   }
-  return b;
 }
 
-// r = x - (q s) decode, two roundings; quantized with the same global scale and block scales of its own.
-QUADS_HD BlockScale quantize_residual(const float (&x)[16], const float (&q)[16], float s, float g, float decode,
-                                      float (&qr)[16]) {
-  float r[16];
+// Second quantization of the residual, with the same global scale and block scales of its own: E2M1 values qr.
+QUADS_HD BlockScale quantize_residual(const Block& b, float g, float decode, float (&qr)[16]) {
+  const float m = amax16(b.r);
+  const BlockScale s = block_scale(scale_factor(m, g), decode);
+  round_block(b.r, m, s.o, qr);
+  return s;
+}
+
+// 4-bit codes of a block as the packed form has them: x * o once more, with the sign of zero that rounding keeps.
+QUADS_HD void block_codes(const float (&x)[16], float o, uint32_t (&words)[2]) {
+  const float m = amax16(x);
+  float q[16];
+  round_block(x, m, o, q);
+  words[0] = words[1] = 0;
 #pragma unroll
-  for (int i = 0; i < 16; ++i) r[i] = sub_rn(x[i], mul_rn(mul_rn(q[i], s), decode));
-  return quantize_block<false>(r, g, decode, qr);
+  for (int i = 0; i < 16; ++i) {
+    const float sign = from_bits(bits(q[i]) | (bits(mul_rn(x[i], o)) & 0x80000000u));
+    words[i / 8] |= (m == 0.0f ? 0u : e2m1_code(sign)) << (4 * (i % 8));
+  }
 }
 
 }  // namespace quads

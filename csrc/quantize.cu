@@ -73,13 +73,6 @@ __device__ __forceinline__ int64_t scale_offset(int row, int column, int columns
   return ((int64_t)(row / 128) * column_tiles + column / 4) * 512 + (row % 32) * 16 + (row / 32) % 4 * 4 + column % 4;
 }
 
-__device__ __forceinline__ void store_codes(uint8_t* out, const float (&q)[16]) {
-  uint32_t words[2] = {0, 0};
-#pragma unroll
-  for (int i = 0; i < 16; ++i) words[i / 8] |= e2m1_code(q[i]) << (4 * (i % 8));
-  *reinterpret_cast<uint2*>(out) = make_uint2(words[0], words[1]);
-}
-
 // max over a row's TPR threads; TPR > 32 goes through shared memory.
 template <int TPR>
 __device__ __forceinline__ float row_max(float m) {
@@ -134,31 +127,31 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& p, int first_r
     // the block of the first pass is still in registers when a thread has only one
     if (blocks > TPR || p.g != nullptr || appended)
       load_block<T>(x + 16 * b, p.center == nullptr ? nullptr : p.center + 16 * b, v);
-    float q[16], qr[16];
-    const BlockScale s = quantize_block<FOUR>(v, g, decode, q);
+    Block block;
+    quantize_block<FOUR>(v, g, decode, block);
     if (PACKED) {
-      BlockScale written = s;
+      BlockScale s = block.scale;
+      uint32_t words[2];
       if (appended) {
-        written = quantize_residual(v, q, s.s, g, decode, qr);
-#pragma unroll
-        for (int j = 0; j < 16; ++j) q[j] = qr[j];
-      }
-      store_codes(p.codes + (int64_t)row * (total * 8) + i * 8, q);
-      p.scales[scale_offset(row, i, total, p.swizzled)] = (uint8_t)written.byte;
-    } else {
-      const bool residual = full || (p.mask != nullptr && p.mask[(int64_t)group * blocks + b]);
-      __half2 out[8];
-      if (residual) {
-        const BlockScale r = quantize_residual(v, q, s.s, g, decode, qr);
-        // both products and their sum are exact in float32; one rounding, to FP16
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-          out[j] = __floats2half2_rn(add_rn(mul_rn(q[2 * j], s.s), mul_rn(qr[2 * j], r.s)),
-                                     add_rn(mul_rn(q[2 * j + 1], s.s), mul_rn(qr[2 * j + 1], r.s)));
+        float qr[16];
+        s = quantize_residual(block, g, decode, qr);
+        block_codes(block.r, s.o, words);
       } else {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) out[j] = __floats2half2_rn(mul_rn(q[2 * j], s.s), mul_rn(q[2 * j + 1], s.s));
+        block_codes(v, s.o, words);
       }
+      *reinterpret_cast<uint2*>(p.codes + (int64_t)row * (total * 8) + i * 8) = make_uint2(words[0], words[1]);
+      p.scales[scale_offset(row, i, total, p.swizzled)] = (uint8_t)s.byte;
+    } else {
+      if (full || (p.mask != nullptr && p.mask[(int64_t)group * blocks + b])) {
+        float qr[16];
+        const BlockScale r = quantize_residual(block, g, decode, qr);
+        // p is exact, and so is its sum with qr * s: one rounding, to FP16
+#pragma unroll
+        for (int j = 0; j < 16; ++j) block.p[j] = fma_rn(qr[j], r.s, block.p[j]);
+      }
+      __half2 out[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) out[j] = __floats2half2_rn(block.p[2 * j], block.p[2 * j + 1]);
       uint4* target = reinterpret_cast<uint4*>(p.merged + (int64_t)row * p.ldm + 16 * b);
       target[0] = reinterpret_cast<const uint4*>(out)[0];
       target[1] = reinterpret_cast<const uint4*>(out)[1];
@@ -173,7 +166,7 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const QuantizeArgs p
   quantize_rows<T, FOUR, PACKED, TPR>(p, blockIdx.x * (kThreads / TPR));
 }
 
-// Groups pairs by local expert and cuts each expert's list into segments of at most `capacity`. One thread block.
+// Groups pairs by local expert and cuts each expert's list into equal segments of at most `capacity`. One thread block.
 // The order of pairs within an expert depends on the run; no result does, since a pair's arithmetic does not depend on its
 // place in a segment.
 template <int THREADS>
@@ -183,13 +176,27 @@ __device__ __forceinline__ void align_pairs(const AlignArgs& p) {
   const int tid = threadIdx.x;
   for (int e = tid; e < p.local_experts; e += THREADS) count[e] = 0;
   __syncthreads();
-  for (int i = tid; i < p.pairs; i += THREADS) {
-    int e = p.ids[(int64_t)i * p.id_stride];
-    if (e < 0 || e >= p.global_experts) e = -1;
-    else if (p.expert_map != nullptr) e = p.expert_map[e];
-    if (e >= p.local_experts) e = -1;
-    p.pair_expert[i] = e;
-    if (e >= 0) atomicAdd(&count[e], 1);
+  constexpr int kBatch = 8;  // loads in flight
+  for (int base = tid; base < p.pairs; base += kBatch * THREADS) {
+    int e[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int i = base + j * THREADS;
+      e[j] = i < p.pairs ? p.ids[(int64_t)i * p.id_stride] : -1;
+      if (e[j] >= p.global_experts) e[j] = -1;
+    }
+    if (p.expert_map != nullptr) {
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) e[j] = e[j] < 0 ? -1 : p.expert_map[e[j]];
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int i = base + j * THREADS;
+      if (i >= p.pairs) break;
+      if (e[j] < 0 || e[j] >= p.local_experts) e[j] = -1;
+      p.pair_expert[i] = e[j];
+      if (e[j] >= 0) atomicAdd(&count[e[j]], 1);
+    }
   }
   __syncthreads();
   if (tid < 32) {
@@ -208,10 +215,12 @@ __device__ __forceinline__ void align_pairs(const AlignArgs& p) {
         const int start = pairs + pair_sum - c;
         cursor[e] = start;
         for (int i = 0; i < s; ++i) {
+          // equal parts, so that no part runs nearly empty
           int* segment = p.segments + 3 * (segments + segment_sum - s + i);
+          const int begin = (int)((int64_t)c * i / s), end = (int)((int64_t)c * (i + 1) / s);
           segment[0] = e;
-          segment[1] = start + i * p.capacity;
-          segment[2] = min(p.capacity, c - i * p.capacity);
+          segment[1] = start + begin;
+          segment[2] = end - begin;
         }
       }
       pairs += __shfl_sync(0xFFFFFFFFu, pair_sum, 31);
@@ -220,9 +229,18 @@ __device__ __forceinline__ void align_pairs(const AlignArgs& p) {
     if (tid == 0) *p.num_segments = segments;
   }
   __syncthreads();
-  for (int i = tid; i < p.pairs; i += THREADS) {
-    const int e = p.pair_expert[i];
-    if (e >= 0) p.sorted[atomicAdd(&cursor[e], 1)] = i;
+  for (int base = tid; base < p.pairs; base += kBatch * THREADS) {
+    int e[kBatch], place[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int i = base + j * THREADS;
+      e[j] = i < p.pairs ? p.pair_expert[i] : -1;  // written by this thread
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) place[j] = e[j] >= 0 ? atomicAdd(&cursor[e[j]], 1) : 0;
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j)
+      if (e[j] >= 0) p.sorted[place[j]] = base + j * THREADS;
   }
 }
 

@@ -168,6 +168,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 VARIANTS = {
+    "stream-k1": Tuning(prefill=False, k_groups=1),
     "stream-k2": Tuning(prefill=False, k_groups=2),
     "stream-k4": Tuning(prefill=False, k_groups=4),
     "stream-k2-cap8": Tuning(prefill=False, capacity=8, float32_partials=False),

@@ -2,7 +2,7 @@
 """The weight layout of the Hopper kernels (csrc/weights.cuh), written and read back in plain torch.
 
 Rows are cut into 64-row tiles, K into 64-wide blocks; each 64x64 block is 2048 bytes of codes and 256 bytes of block scales in
-the order in which a warp's lanes consume them. Nothing is re-quantized: codes are permuted, and an E4M3 block scale
+the order in which a warp's lanes consume them; four row tiles form one contiguous group. Nothing is re-quantized: codes are permuted, and an E4M3 block scale
 is re-coded as the upper bits of its FP16 form, which is one to one.
 """
 
@@ -17,12 +17,43 @@ from vllm_quads.nvfp4.formats import BLOCK_SIZE, unpack_codes
 ROW_TILE = 64
 K_BLOCK = 64
 BLOCK_BYTES = 2304
+GROUP_TILES = 4
+"""Row tiles that form one contiguous run [K blocks, row tiles] of blocks."""
 K_ALIGN = 256
 """K is padded to a multiple of this with zeros, so that four K groups of 64 divide it."""
 
-# Position of each field of a 16-bit half: sign bit and lowest magnitude bit of fragment register a0..a3.
-_SIGN_BIT = (15, 8, 7, 0)
-_MAGNITUDE_BIT = (9, 12, 1, 4)
+# A word's four fragment registers, each `(w ^ shifted w) & mask` or `shifted w & mask` (left shifts; see weights.cuh).
+_MASK_BITS = (9, 10, 11, 15, 25, 26, 27, 31)
+_VIEWS = ((0, -3), (0, 2), (6,), (9,))
+
+
+def _decode_rows() -> list[int]:
+    """The bits of the four registers as sums over GF(2) of word bits: entry 8 r + i masks those of mask bit i."""
+    rows = []
+    for views in _VIEWS:
+        for bit in _MASK_BITS:
+            row = 0
+            for shift in views:
+                if 0 <= bit - shift < 32:
+                    row ^= 1 << (bit - shift)
+            rows.append(row)
+    return rows
+
+
+def _encode_columns() -> list[int]:
+    """Inverse of `_decode_rows`: column j is the word that decodes to register bit j alone."""
+    rows = [(row, 1 << i) for i, row in enumerate(_decode_rows())]
+    for bit in range(32):
+        pivot = next(i for i in range(bit, 32) if rows[i][0] >> bit & 1)
+        rows[bit], rows[pivot] = rows[pivot], rows[bit]
+        for i in range(32):
+            if i != bit and rows[i][0] >> bit & 1:
+                rows[i] = (rows[i][0] ^ rows[bit][0], rows[i][1] ^ rows[bit][1])
+    # rows[bit][1] now says which register bits sum to word bit `bit`.
+    return [sum((rows[bit][1] >> j & 1) << bit for bit in range(32)) for j in range(32)]
+
+
+_ENCODE = _encode_columns()
 
 
 def padded_k(k: int) -> int:
@@ -31,34 +62,37 @@ def padded_k(k: int) -> int:
 
 
 def padded_rows(n: int) -> int:
-    """Rows rounded up to whole row tiles."""
-    return -(-n // ROW_TILE) * ROW_TILE
+    """Rows rounded up to whole pairs of row tiles."""
+    return -(-n // (2 * ROW_TILE)) * 2 * ROW_TILE
 
 
 def gate_up_order(intermediate: int) -> Tensor:
-    """Row order int64 [padded 2I] of w13 (gate rows, then up rows): each 16-row brick holds gate and up of 8 channels.
+    """Row order int64 [padded 2I] of w13 (gate rows, then up rows); -1 marks padding.
 
-    Row g of a brick is gate, row g + 8 is up of the same channel, so one thread owns both. -1 marks padding.
+    Rows g and g + 8 of a 16-row brick are gate and up of one channel, so that one thread owns both; two adjacent row tiles
+    interleave their channels, so that one thread of the wgmma kernel writes adjacent channels.
     """
-    channels = -(-intermediate // (ROW_TILE // 2)) * (ROW_TILE // 2)
-    c = torch.arange(channels)
+    # [tile pair, brick, g, tile of the pair] -> channel
+    c = torch.arange(padded_rows(2 * intermediate) // 2).view(-1, 4, 8, 2)
     gate = torch.where(c < intermediate, c, -1)
     up = torch.where(c < intermediate, c + intermediate, -1)
-    return torch.stack((gate.view(-1, 8), up.view(-1, 8)), dim=1).flatten()
+    # -> [tile pair, tile of the pair, brick, gate or up, g]
+    return torch.stack((gate, up)).permute(1, 4, 2, 0, 3).flatten()
 
 
 def pair_order(rows: int) -> Tensor:
-    """Row order int64 [padded N] of other matrices: rows g and g + 8 of a brick are channels 2g and 2g + 1."""
+    """Row order int64 [padded N] of other matrices: rows g and g + 8 of a brick are adjacent channels; -1 marks padding."""
     c = torch.arange(padded_rows(rows))
     c = torch.where(c < rows, c, -1)
-    return c.view(-1, 8, 2).transpose(1, 2).flatten()
+    # [tile pair, brick, g, tile of the pair, row half] -> [tile pair, tile of the pair, brick, row half, g]
+    return c.view(-1, 4, 8, 2, 2).permute(0, 3, 1, 4, 2).flatten()
 
 
 def arrange(codes: Tensor, scales: Tensor, order: Tensor) -> Tensor:
     """Packed weights of one matrix to the prepared layout.
 
     codes: uint8 [N, K/2] (low nibble = even k); scales: float8_e4m3fn [N, K/16]; order: int64 [padded N], source row of
-    each prepared row or -1. Returns uint8 [row tiles, K blocks, 2304].
+    each prepared row or -1. Returns uint8 [row tiles * K blocks, 2304].
     """
     n, k = codes.shape[0], 2 * codes.shape[1]
     if k % BLOCK_SIZE or scales.shape != (n, k // BLOCK_SIZE):
@@ -73,14 +107,14 @@ def arrange(codes: Tensor, scales: Tensor, order: Tensor) -> Tensor:
     q[padding] = 0
     # [tile, brick, row half, g, K block, k-step, k half, t, parity]
     q = q.view(tiles, 4, 2, 8, kb, 4, 2, 4, 2).to(torch.int32)
-    word = torch.zeros(tiles, kb, 4, 8, 4, 4, dtype=torch.int64, device=device)  # tile, K block, brick, g, t, k-step
+    word = torch.zeros(tiles, kb, 4, 8, 4, 4, dtype=torch.int32, device=device)  # tile, K block, brick, g, t, k-step
     for register in range(4):
-        row_half, k_half = register & 1, register >> 1
         for parity in range(2):
-            c = q[:, :, row_half, :, :, :, k_half, :, parity].permute(0, 3, 1, 2, 5, 4).to(torch.int64)
-            word |= ((c >> 3) << (_SIGN_BIT[register] + 16 * parity)) | (
-                (c & 7) << (_MAGNITUDE_BIT[register] + 16 * parity)
-            )
+            c = q[:, :, register & 1, :, :, :, register >> 1, :, parity].permute(0, 3, 1, 2, 5, 4)
+            for i in range(4):
+                # bits 0..2 of a code are the magnitude at mask bits 9..11, bit 3 is the sign at bit 15
+                column = _signed(_ENCODE[8 * register + 4 * parity + i])
+                word ^= -(c >> i & 1) & column
 
     s = torch.zeros(order.numel(), kp // BLOCK_SIZE, dtype=torch.uint8, device=device)
     s[:, : k // BLOCK_SIZE] = _e5m3(scales)[source]
@@ -91,24 +125,28 @@ def arrange(codes: Tensor, scales: Tensor, order: Tensor) -> Tensor:
     even, odd = s[..., 0, :], s[..., 1, :]
     scale_word = (even[..., 0] << 7) | (even[..., 1] << 23) | (odd[..., 0] >> 1) | ((odd[..., 0] & 1) << 31)
     scale_word |= ((odd[..., 1] >> 1) << 16) | ((odd[..., 1] & 1) << 15)
-
-    out = torch.cat((word.flatten(2), scale_word.flatten(2)), dim=-1)
-    return _as_int32(out).contiguous().view(torch.uint8)
+    blocks = torch.cat((word.flatten(2), _as_int32(scale_word).flatten(2)), dim=-1).view(torch.uint8)
+    return torch.cat([group.transpose(0, 1).reshape(-1, BLOCK_BYTES) for group in blocks.split(GROUP_TILES)])
 
 
 def restore(prepared: Tensor, order: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
     """Inverse of `arrange`: codes uint8 [N, K/2] and block scales float8_e4m3fn [N, K/16]."""
     device = prepared.device
     order = order.to(device)
-    tiles, kb = prepared.shape[0], prepared.shape[1]
-    words = prepared.contiguous().view(torch.int32).view(tiles, kb, -1).to(torch.int64) & 0xFFFFFFFF
+    tiles = order.numel() // ROW_TILE
+    kb = prepared.shape[0] // tiles
+    groups = prepared.split(GROUP_TILES * kb)
+    blocks = torch.cat([g.view(kb, -1, BLOCK_BYTES).transpose(0, 1) for g in groups])
+    words = blocks.contiguous().view(torch.int32).view(tiles, kb, -1).to(torch.int64) & 0xFFFFFFFF
     word = words[..., :512].view(tiles, kb, 4, 8, 4, 4)
     q = torch.zeros(tiles, 4, 2, 8, kb, 4, 2, 4, 2, dtype=torch.uint8, device=device)
-    for register in range(4):
+    for register, views in enumerate(_VIEWS):
+        bits = torch.zeros_like(word)
+        for shift in views:
+            bits ^= (word << shift if shift >= 0 else word >> -shift) & 0xFFFFFFFF
         for parity in range(2):
-            sign = (word >> (_SIGN_BIT[register] + 16 * parity)) & 1
-            magnitude = (word >> (_MAGNITUDE_BIT[register] + 16 * parity)) & 7
-            c = (sign << 3 | magnitude).permute(0, 2, 3, 1, 5, 4).to(torch.uint8)
+            half = bits >> (16 * parity)
+            c = ((half >> 9 & 7) | (half >> 15 & 1) << 3).permute(0, 2, 3, 1, 5, 4).to(torch.uint8)
             q[:, :, register & 1, :, :, :, register >> 1, :, parity] = c
     w = words[..., 512:].view(tiles, kb, 4, 8, 2)
     low = torch.stack(((w >> 7) & 0xFF, ((w & 0x7F) << 1) | (w >> 31)), dim=-1)
@@ -132,6 +170,10 @@ def _e5m3(scales: Tensor) -> Tensor:
 def _from_e5m3(raw: Tensor) -> Tensor:
     half = (raw.to(torch.int32) << 7).to(torch.int16).view(torch.float16)
     return half.to(torch.float32).to(torch.float8_e4m3fn)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
 
 
 def _as_int32(x: Tensor) -> Tensor:

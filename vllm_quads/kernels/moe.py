@@ -46,9 +46,9 @@ class PreparedMoE:
     """The local experts of one layer in the kernels' layout. Buffers keep their addresses over refits (`out=`)."""
 
     w13: Tensor
-    """uint8 [E, 2I / 64, K1 / 64, 2304]."""
+    """uint8 [E, blocks, 2304]; see `layout.arrange`."""
     w2: Tensor
-    """uint8 [E, H / 64, K2 / 64, 2304]."""
+    """uint8 [E, blocks, 2304]."""
     w13_decode: Tensor
     """float32 [E, 2]: decode global scales of gate and up."""
     w2_decode: Tensor
@@ -122,9 +122,9 @@ def prepare_moe_weights(
         raise FormatError(f"hidden {hidden} and intermediate {intermediate} must be multiples of 16 on each rank")
     device = w13_codes.device
     if out is None:
-        rows = padded_rows(2 * (-(-intermediate // 32) * 32))
-        shape13 = (experts, rows // ROW_TILE, padded_k(hidden) // K_BLOCK, BLOCK_BYTES)
-        shape2 = (experts, padded_rows(hidden) // ROW_TILE, padded_k(intermediate) // K_BLOCK, BLOCK_BYTES)
+        rows = padded_rows(2 * intermediate)
+        shape13 = (experts, rows // ROW_TILE * (padded_k(hidden) // K_BLOCK), BLOCK_BYTES)
+        shape2 = (experts, padded_rows(hidden) // ROW_TILE * (padded_k(intermediate) // K_BLOCK), BLOCK_BYTES)
         out = PreparedMoE(
             torch.empty(shape13, dtype=torch.uint8, device=device),
             torch.empty(shape2, dtype=torch.uint8, device=device),
@@ -154,7 +154,7 @@ class Tuning:
     prefill: bool | None = None
     """Use the wgmma GEMM (many tokens per expert) instead of the streaming one."""
     k_groups: int = 2
-    """Warps of the streaming GEMM that share rows and split K: 1, 2 or 4."""
+    """Warps of the streaming GEMM that share rows and split K: 1, 2 or 4 (units of 512, 256 or 128 rows)."""
     capacity: int | None = None
     """Tokens of one expert that the streaming GEMM keeps in shared memory: 8, 16, 24 or 32."""
     float32_partials: bool | None = None
@@ -256,7 +256,7 @@ def quads_moe(
         sorted=sorted_pairs.data_ptr(),
         out=h.data_ptr(),
         kblocks=k1 // K_BLOCK,
-        row_tiles=prepared.w13.shape[1],
+        row_tiles=prepared.w13.shape[1] * K_BLOCK // k1,
         ldb=k1,
         row_divisor=top_k,
         channels=prepared.intermediate,
@@ -289,7 +289,7 @@ def quads_moe(
     gemm.router = topk_weights.data_ptr()
     gemm.out = y.data_ptr()
     gemm.kblocks = k2 // K_BLOCK
-    gemm.row_tiles = prepared.w2.shape[1]
+    gemm.row_tiles = prepared.w2.shape[1] * K_BLOCK // k2
     gemm.ldb = k2
     gemm.row_divisor = 1
     gemm.channels = prepared.hidden
