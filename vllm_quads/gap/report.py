@@ -104,7 +104,7 @@ class GapReport:
         axis.invert_yaxis()
         axis.set_xlabel("KL(trainer || rollout) per token, nats (log scale)")
         axis.set_title(f"How far the rollout is from the trainer: {self.model}")
-        axis.legend(loc="lower right", fontsize=8)
+        figure.legend(loc="outside lower center", ncols=3, fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
         figure.savefig(path, dpi=150)
         plt.close(figure)
