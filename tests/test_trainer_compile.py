@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from trainer_models import ALL_LINEARS, qwen3, single_thread, tokens  # noqa: F401
 
-from trainer_qat import prepare_qat
+from trainer_qat import prepare_qat, qat_disabled
 from trainer_qat.fake_quant import representable
 from trainer_qat.prepare import expert_weights
 from vllm_quads.nvfp4 import fake_quantize_weight, weight_amax
@@ -60,3 +60,16 @@ def test_saturation_mask() -> None:
     assert mask[0, :15].all()
     assert not mask[0, 15]
     assert representable(weight, torch.tensor(40.0)).all()
+
+
+def test_switching_off_reaches_the_compiled_model() -> None:
+    """qat_disabled on a compiled model computes with plain weights, and back."""
+    model = qwen3("batched_mm", dtype=torch.float32)
+    plain = model(tokens(), labels=tokens()).loss
+    prepare_qat(model, ALL_LINEARS)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    quantized = compiled(tokens(), labels=tokens()).loss
+    with qat_disabled(compiled):
+        torch.testing.assert_close(compiled(tokens(), labels=tokens()).loss, plain, rtol=1e-5, atol=1e-6)
+    assert compiled(tokens(), labels=tokens()).loss == quantized
+    assert abs(quantized - plain) > 1e-3
