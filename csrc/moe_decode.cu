@@ -2,7 +2,10 @@
 // Grouped GEMM for small token counts: y[pair, n] = sum_k W[expert, n, k] * X[row, k], packed NVFP4 weights.
 //
 // Bound by the weight bytes, so everything serves one continuous stream of them:
-//   - persistent: one block per multiprocessor, each with a contiguous share of (segment, row range) units;
+//   - persistent: one block per multiprocessor, each with a contiguous and equal share of the stages of all (segment, row
+//     range) units. A unit that straddles two blocks is begun by the first, which does it before its other units, and finished by
+//     the second, which does it last and goes on from the accumulators of the first (read from memory): work is spread evenly,
+//     nobody waits, and every sum is formed in the same order as by one block;
 //   - one warp only feeds a ring of 18432-byte stages with bulk copies, across units and segments, without a stop;
 //   - one warp fetches the tokens of the next segment (up to 32 of one expert, whole K) into the spare one of two buffers;
 //   - sixteen warps read their A fragments from the ring (16 bytes a lane, no bank conflict), decode in registers and run
@@ -24,13 +27,13 @@ constexpr int kSmemLimit = 232448;
 
 struct TokenBuffer {
   SegmentMeta segment;
+  int first_row;  // of the segment's tokens in the operand region
   TokenMeta tokens[kMaxTiles * 8];
 };
 
 struct Layout {
   int stages;
   int operand_stride;   // bytes; rows are 16 bytes apart modulo 128, so ldmatrix meets no bank conflict
-  int token_buffers;    // 2, or 1 where shared memory is short
   int reduce_bytes;     // one buffer
   int reduce_buffers;   // 2, or 1 where shared memory is short
   int operand_offset, reduce_offset, meta_offset, barrier_offset, total;
@@ -45,16 +48,42 @@ __host__ __device__ Layout make_layout(int kblocks, int max_tokens) {
   l.reduce_buffers = tiles <= 2 ? 2 : 1;
   const int rest = l.reduce_buffers * l.reduce_bytes + 2 * (int)sizeof(TokenBuffer) + 8 * (2 * kMaxStages + 4) + 256;
   const int operand = max_tokens * l.operand_stride;
-  l.token_buffers = kSmemLimit - rest - 2 * operand >= 5 * kStageBytes ? 2 : 1;
-  const int stages = (kSmemLimit - rest - l.token_buffers * operand) / kStageBytes;
+  const int stages = (kSmemLimit - rest - operand) / kStageBytes;
   l.stages = stages > kMaxStages ? kMaxStages : stages;
   l.operand_offset = l.stages * kStageBytes;
-  l.reduce_offset = l.operand_offset + l.token_buffers * operand;
+  l.reduce_offset = l.operand_offset + operand;
   l.meta_offset = l.reduce_offset + l.reduce_buffers * l.reduce_bytes;
   l.barrier_offset = (l.meta_offset + 2 * (int)sizeof(TokenBuffer) + 15) / 16 * 16;
   l.total = l.barrier_offset + 8 * (2 * kMaxStages + 4);
   return l;
 }
+
+// A block's share of the stages of all units, as units first_unit..last_unit of which the first may lack stages at its start
+// and the last at its end. A share is at least one unit long (fewer units than blocks leave blocks idle), so a unit
+// straddles two blocks at most, and these are neighbours.
+struct Share {
+  int first_unit, last_unit;
+  int first_begin, last_end;
+
+  __device__ __forceinline__ Share(int units, int steps) {
+    if (units <= (int)gridDim.x) {
+      first_unit = (int)blockIdx.x;
+      last_unit = first_unit < units ? first_unit : first_unit - 1;
+      first_begin = 0;
+      last_end = steps;
+      return;
+    }
+    const int64_t total = (int64_t)units * steps;
+    const int64_t from = total * blockIdx.x / gridDim.x, to = total * (blockIdx.x + 1) / gridDim.x;
+    first_unit = (int)(from / steps);
+    first_begin = (int)(from % steps);
+    last_unit = (int)((to - 1) / steps);
+    last_end = (int)((to - 1) % steps) + 1;
+  }
+  __device__ __forceinline__ bool any() const { return last_unit >= first_unit; }
+  __device__ __forceinline__ int begin(int unit) const { return unit == first_unit ? first_begin : 0; }
+  __device__ __forceinline__ int end(int unit, int steps) const { return unit == last_unit ? last_end : steps; }
+};
 
 __device__ __forceinline__ void ldmatrix_x4(uint32_t address, uint32_t (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -129,7 +158,7 @@ __device__ __forceinline__ int tiles_in_group(int row_tiles, int first_tile, int
 template <int RG, int KG, int NT, int EPILOGUE, typename Out>
 __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Layout& l, Consumer& c, const Shifts& shift, char* smem,
                                              const TokenBuffer& meta, uint32_t operand, int unit_row, int rg, int kg,
-                                             int buffer) {
+                                             int buffer, int begin, int end) {
   const int lane = c.lane;
   const int first_tile = unit_row * (RG / 2), tile = rg >> 1;
   const int group = tile / kGroupTiles;
@@ -137,7 +166,7 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Layout& l,
   const uint32_t block = (group * KG * kGroupTiles + kg * tiles + tile % kGroupTiles) * kBlockBytes;
   const uint32_t codes = block + (rg & 1) * 1024 + lane * 16;
   const uint32_t scales = block + kScaleOffset + (rg & 1) * 128 + (lane >> 2) * 8;
-  operand += (lane & 7) * l.operand_stride + (lane >> 3) * 16 + kg * 128;
+  operand += (lane & 7) * l.operand_stride + (lane >> 3) * 16 + kg * 128 + begin * KG * 128;
 
   int channel[2];
   float2 bias[2];  // fetched here, used after the main loop
@@ -155,9 +184,25 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Layout& l,
 #pragma unroll
       for (int k = 0; k < 4; ++k) acc[i][j][k] = 0.0f;
 
-  const int steps = p.kblocks / KG;
+  float4* const partial =
+      reinterpret_cast<float4*>(p.partial) + ((int64_t)blockIdx.x * kConsumerWarps + rg + kg * RG) * (8 * kMaxTiles / 4 * 32) + lane;
+  constexpr int64_t kPartialBlock = (int64_t)kConsumerWarps * (8 * kMaxTiles / 4 * 32);
+  if (begin > 0) {  // the previous block did the steps before `begin`
+    const int* ready = p.partial_ready + ((int)blockIdx.x - 1) * kConsumerWarps + rg + kg * RG;
+    int flag;
+    do {
+      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(flag) : "l"(ready) : "memory");
+    } while (flag == 0);
+#pragma unroll
+    for (int q = 0; q < 2 * NT; ++q) {
+      const float4 v = __ldcg(partial - kPartialBlock + q * 32);
+      float(&a)[4] = acc[q / NT][q % NT];
+      a[0] = v.x, a[1] = v.y, a[2] = v.z, a[3] = v.w;
+    }
+  }
+
 #pragma unroll 1
-  for (int it = 0; it < steps; ++it) {
+  for (int it = begin; it < end; ++it) {
     Fragment f;
     c.load(f, codes, scales);
     uint32_t b[NT][4];
@@ -170,6 +215,21 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Layout& l,
     multiply_step<NT, 2>(f, shift, b, acc);
     multiply_step<NT, 3>(f, shift, b, acc);
     operand += KG * 128;
+  }
+
+  if (end < p.kblocks / KG) {  // the next block goes on
+#pragma unroll
+    for (int q = 0; q < 2 * NT; ++q) {
+      const float(&a)[4] = acc[q / NT][q % NT];
+      __stcg(partial + q * 32, make_float4(a[0], a[1], a[2], a[3]));
+    }
+    __threadfence();
+    __syncwarp();
+    if (lane == 0)
+      asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p.partial_ready + blockIdx.x * kConsumerWarps + rg + kg * RG),
+                   "r"(1)
+                   : "memory");
+    return;
   }
 
   // Accumulator group q = (brick, token tile) is finished by K group q % KG, summed in the order of the K groups.
@@ -211,7 +271,7 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Layout& l,
       const TokenMeta t = meta.tokens[index];
       const float2 scale = make_float2(meta.segment.alpha.x * t.decode, meta.segment.alpha.y * t.decode);
       const float2 y = finish<EPILOGUE>(sum[half], sum[half + 2], scale, bias[brick], t.router);
-      Out* out = reinterpret_cast<Out*>(p.out) + (int64_t)t.pair * p.ldo + channel[brick];
+      Out* out = reinterpret_cast<Out*>(p.out) + t.row + channel[brick];
       if (EPILOGUE == kSwiGlu) {
         *out = from_float<Out>(y.x);
       } else {
@@ -234,7 +294,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t tokens_full = empty + 8 * kMaxStages, tokens_empty = tokens_full + 16;
   TokenBuffer* meta = reinterpret_cast<TokenBuffer*>(smem + l.meta_offset);
   const uint32_t operand = smem_u32(smem + l.operand_offset);
-  const int operand_bytes = p.max_tokens * l.operand_stride;
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < l.stages; ++i) {
@@ -258,9 +317,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kTiles = RG / 2;  // row tiles of a unit
   constexpr int kGroups = kTiles > kGroupTiles ? kTiles / kGroupTiles : 1;
   const int units_per_segment = (p.row_tiles + kTiles - 1) / kTiles;
-  const int64_t units = (int64_t)*(volatile const int*)p.num_segments * units_per_segment;
-  const int first = (int)(units * blockIdx.x / gridDim.x), last = (int)(units * (blockIdx.x + 1) / gridDim.x);
-  const int steps = p.kblocks / KG;
+  const int steps = p.kblocks / KG;  // stages of a unit
+  const Share share(*(volatile const int*)p.num_segments * units_per_segment, steps);
 
   if (warp == kConsumerWarps) {  // weights
     if (lane == 0) {
@@ -268,7 +326,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       uint32_t phase = 1;  // a fresh barrier counts as "previous phase complete"
       const uint32_t ring = smem_u32(smem);
       int segment = -1, expert = 0;
-      for (int unit = first; unit < last; ++unit) {
+      for (int unit = share.last_unit; unit >= share.first_unit; --unit) {
         if (unit / units_per_segment != segment) {
           segment = unit / units_per_segment;
           expert = ((volatile const int*)p.segments)[3 * segment];
@@ -280,7 +338,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         const int more = kGroups > 1 ? tiles_in_group<RG>(p.row_tiles, first_tile, 1) : 0;
         const uint8_t* source = group.blocks + within * kBlockBytes;
         const uint8_t* second = group.blocks + (int64_t)kGroupTiles * p.kblocks * kBlockBytes;
-        for (int it = 0; it < steps; ++it) {
+        const int begin = share.begin(unit), end = share.end(unit, steps);
+        source += (int64_t)begin * KG * group.tiles * kBlockBytes;
+        second += (int64_t)begin * KG * more * kBlockBytes;
+        for (int it = begin; it < end; ++it) {
           const uint32_t target = ring + slot * kStageBytes, bar = full + 8 * slot;
           mbar_wait(empty + 8 * slot, phase);
           mbar_expect_tx(bar, (tiles + more) * KG * kBlockBytes);
@@ -312,50 +373,52 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   if (warp == kConsumerWarps + 1) {  // tokens
-    if (first < last) {
-      int slot = 0;
-      uint32_t phase = 1;
-      for (int segment = first / units_per_segment; segment <= (last - 1) / units_per_segment; ++segment) {
-        const int start = p.segments[3 * segment + 1], count = p.segments[3 * segment + 2];
-        const int pair = lane < count ? p.sorted[start + lane] : 0;
-        mbar_wait(tokens_empty + 8 * slot, phase);
-        if (lane < count)
-          bulk_copy(operand + slot * operand_bytes + lane * l.operand_stride,
-                    p.operand + (int64_t)(pair / p.row_divisor) * p.ldb, p.kblocks * 128, tokens_full + 8 * slot);
-        if (lane < count) meta[slot].tokens[lane] = load_token(p, pair);
-        if (lane == 0) meta[slot].segment = load_segment(p, segment);
-        __syncwarp();
-        if (lane == 0) mbar_expect_tx(tokens_full + 8 * slot, count * p.kblocks * 128);
-        if (++slot == l.token_buffers) {
-          slot = 0;
-          phase ^= 1;
-        }
+    // Segments alternate between the two ends of the operand region. Two fit together if their rows (in tiles of 8) do;
+    // otherwise the newer one waits until the older one is done with.
+    int index = 0, previous_rows = 0;
+    for (int segment = share.last_unit / units_per_segment; share.any() && segment >= share.first_unit / units_per_segment;
+         --segment, ++index) {
+      const int slot = index & 1;
+      const int start = p.segments[3 * segment + 1], count = p.segments[3 * segment + 2];
+      const int rows = (count + 7) / 8 * 8;
+      const int pair = lane < count ? p.sorted[start + lane] : 0;
+      if (index > 1) mbar_wait(tokens_empty + 8 * slot, (index / 2 - 1) & 1);
+      if (index > 0 && previous_rows + rows > p.max_tokens) mbar_wait(tokens_empty + 8 * (slot ^ 1), ((index - 1) / 2) & 1);
+      previous_rows = rows;
+      const int first_row = slot == 0 ? 0 : p.max_tokens - rows;
+      if (lane < count) {
+        bulk_copy(operand + (first_row + lane) * l.operand_stride, p.operand + (int64_t)(pair / p.row_divisor) * p.ldb,
+                  p.kblocks * 128, tokens_full + 8 * slot);
+        meta[slot].tokens[lane] = load_token(p, pair);
       }
+      if (lane == 0) {
+        meta[slot].segment = load_segment(p, segment);
+        meta[slot].first_row = first_row;
+      }
+      __syncwarp();
+      if (lane == 0) mbar_expect_tx(tokens_full + 8 * slot, count * p.kblocks * 128);
     }
     return;
   }
 
   Consumer c{full, empty, smem_u32(smem), l.stages, 0, 0u, lane};
   const int rg = warp % RG, kg = warp / RG;
-  int segment = -1, slot = 0;
-  uint32_t phase = 0;
-  for (int unit = first; unit < last; ++unit) {
+  int segment = -1, index = -1;
+  for (int unit = share.last_unit; unit >= share.first_unit; --unit) {
     if (unit / units_per_segment != segment) {
       if (segment >= 0) {
         __syncwarp();
-        if (lane == 0) mbar_arrive(tokens_empty + 8 * slot);
-        if (++slot == l.token_buffers) {
-          slot = 0;
-          phase ^= 1;
-        }
+        if (lane == 0) mbar_arrive(tokens_empty + 8 * (index & 1));
       }
       segment = unit / units_per_segment;
-      mbar_wait(tokens_full + 8 * slot, phase);
+      ++index;
+      mbar_wait(tokens_full + 8 * (index & 1), (index / 2) & 1);
     }
-    const TokenBuffer& tokens = meta[slot];
-    const uint32_t at = operand + slot * operand_bytes;
+    const TokenBuffer& tokens = meta[index & 1];
+    const uint32_t at = operand + tokens.first_row * l.operand_stride;
+    const int begin = share.begin(unit), end = share.end(unit, steps);
 #define QUADS_UNIT(NT) \
-  compute_unit<RG, KG, NT, EPILOGUE, Out>(p, l, c, shift, smem, tokens, at, unit % units_per_segment, rg, kg, unit & 1)
+  compute_unit<RG, KG, NT, EPILOGUE, Out>(p, l, c, shift, smem, tokens, at, unit % units_per_segment, rg, kg, unit & 1, begin, end)
     switch ((tokens.segment.count + 7) / 8) {
       case 1: QUADS_UNIT(1); break;
       case 2: QUADS_UNIT(2); break;
@@ -403,6 +466,13 @@ extern "C" int quads_moe_decode(const quads::GemmArgs* args, int epilogue, int o
   }
   return cudaErrorInvalidValue;
 }
+
+// Sizes of GemmArgs.partial (bytes) and GemmArgs.partial_ready (ints) on the current device.
+extern "C" long long quads_moe_decode_partial_bytes() {
+  using namespace quads;
+  return (long long)multiprocessors() * kConsumerWarps * 32 * 8 * kMaxTiles * 4;
+}
+extern "C" int quads_moe_decode_flags() { return quads::multiprocessors() * quads::kConsumerWarps; }
 
 // Largest segment capacity (8, 16, 24, 32 tokens; 0 if none fits) for an operand of `kblocks` 64-wide blocks.
 extern "C" int quads_moe_decode_capacity(int kblocks, int k_groups) {

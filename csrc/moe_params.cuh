@@ -29,6 +29,8 @@ struct GemmArgs {
   int ldo;                   // elements between output rows
   int bias_stride;
   int max_tokens;            // capacity of a segment
+  float* partial;            // decode kernel: accumulators of units that two blocks share, [grid][threads][8 * max_tokens / 8]
+  int* partial_ready;        // decode kernel: [grid][16] flags, zero at launch
 };
 
 // SwiGLU: row g of a brick is a channel of gate, row g + 8 the same channel of up; one output channel.
@@ -36,8 +38,8 @@ struct GemmArgs {
 enum : int { kSwiGlu = 0, kPlain = 1 };
 
 // Per-token values of a segment.
-struct TokenMeta {
-  int pair;
+struct alignas(16) TokenMeta {
+  int64_t row;  // offset of the output row
   float decode;
   float router;
 };
@@ -59,7 +61,7 @@ __device__ __forceinline__ SegmentMeta load_segment(const GemmArgs& p, int segme
 
 __device__ __forceinline__ TokenMeta load_token(const GemmArgs& p, int pair) {
   TokenMeta t;
-  t.pair = pair;
+  t.row = (int64_t)pair * p.ldo;
   t.decode = p.decode[pair / p.row_divisor];
   t.router = p.router != nullptr ? p.router[pair] : 1.0f;
   return t;

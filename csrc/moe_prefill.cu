@@ -107,24 +107,24 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& sh
   wgmma_wait<0>();
   if (threadIdx.x % 128 == 0) mbar_arrive(bar.empty + 8 * previous);
 
-  if (channel >= p.channels) return;
+  // Computed for every token of the tile, stored for those that exist: without branches the chains of all tokens overlap.
+  Out* const out = reinterpret_cast<Out*>(p.out) + channel;
+  const int count = channel < p.channels ? meta.segment.count : 0;
 #pragma unroll
   for (int j = 0; j < N / 8; ++j) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int token = 8 * j + 2 * (lane & 3) + half;
-      if (token >= meta.segment.count) continue;
       const TokenMeta t = meta.tokens[token];
       const float2 scale = make_float2(meta.segment.alpha.x * t.decode, meta.segment.alpha.y * t.decode);
       const float2 a = finish<EPILOGUE>(acc[0][4 * j + half], acc[0][4 * j + half + 2], scale, bias[0], t.router);
       const float2 b = finish<EPILOGUE>(acc[1][4 * j + half], acc[1][4 * j + half + 2], scale, bias[1], t.router);
-      Out* out = reinterpret_cast<Out*>(p.out) + (int64_t)t.pair * p.ldo + channel;
       if (EPILOGUE == kSwiGlu) {
         const float v[2] = {a.x, b.x};
-        store_adjacent<2>(out, v);
+        if (token < count) store_adjacent<2>(out + t.row, v);
       } else {
         const float v[4] = {a.x, a.y, b.x, b.y};
-        store_adjacent<4>(out, v);
+        if (token < count) store_adjacent<4>(out + t.row, v);
       }
     }
   }

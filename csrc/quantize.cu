@@ -35,15 +35,17 @@ struct AlignArgs {
   const int* expert_map;   // [global experts] or null: local expert or -1
   int* pair_expert;        // [pairs]: local expert or -1
   int* sorted;             // [pairs]
-  int* segments;           // [max segments][3]
+  int* segments;           // [max segments][3]: expert, first entry of `sorted`, count
   int* num_segments;       // [1]
-  int pairs, id_stride, global_experts, local_experts, capacity;
+  int* rank;               // [pairs]: scratch, only with several blocks
+  int* histogram;          // [blocks][local experts]: scratch, only with several blocks
+  int* flags;              // [num_flags]: set to zero (for the GEMMs that follow)
+  int pairs, id_stride, global_experts, local_experts, capacity, num_flags, blocks;
 };
 
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kAlignThreads = 1024;
 constexpr int kMaxExperts = 1024;
 
 template <typename T>
@@ -166,99 +168,128 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const QuantizeArgs p
   quantize_rows<T, FOUR, PACKED, TPR>(p, blockIdx.x * (kThreads / TPR));
 }
 
-// Groups pairs by local expert and cuts each expert's list into equal segments of at most `capacity`. One thread block.
-// The order of pairs within an expert depends on the run; no result does, since a pair's arithmetic does not depend on its
-// place in a segment.
-template <int THREADS>
+// Grouping: pairs by local expert, each expert's list cut into equal segments of at most `capacity`. The order of pairs within an
+// expert depends on the run; no result does, since a pair's arithmetic does not depend on its place in a segment.
+
+constexpr int kPairsPerBlock = 2048;
+constexpr int kBatch = kPairsPerBlock / kThreads;  // of one thread
+
+// Local experts of this thread's pairs base + j * kThreads (all loads in flight at once), written to pair_expert.
+__device__ __forceinline__ void load_experts(const AlignArgs& p, int base, int (&e)[kBatch]) {
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j) {
+    const int i = base + j * kThreads;
+    e[j] = i < p.pairs ? p.ids[(int64_t)i * p.id_stride] : -1;
+    if (e[j] >= p.global_experts) e[j] = -1;
+  }
+  if (p.expert_map != nullptr) {
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) e[j] = e[j] < 0 ? -1 : p.expert_map[e[j]];
+  }
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j) {
+    const int i = base + j * kThreads;
+    if (e[j] < 0 || e[j] >= p.local_experts) e[j] = -1;
+    if (i < p.pairs) p.pair_expert[i] = e[j];
+  }
+}
+
+// One warp: start[e] = first entry of expert e, from its count; optionally the segments.
+__device__ __forceinline__ void scan_experts(const AlignArgs& p, const int* count, int* start, bool write_segments) {
+  const int lane = threadIdx.x % 32;
+  int pairs = 0, segments = 0;
+  for (int base = 0; base < p.local_experts; base += 32) {
+    const int e = base + lane;
+    const int c = e < p.local_experts ? count[e] : 0;
+    const int s = (c + p.capacity - 1) / p.capacity;
+    int pair_sum = c, segment_sum = s;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const int a = __shfl_up_sync(0xFFFFFFFFu, pair_sum, offset), b = __shfl_up_sync(0xFFFFFFFFu, segment_sum, offset);
+      if (lane >= offset) pair_sum += a, segment_sum += b;
+    }
+    if (e < p.local_experts) {
+      start[e] = pairs + pair_sum - c;
+      for (int i = 0; write_segments && i < s; ++i) {
+        // equal parts, so that no part runs nearly empty
+        int* segment = p.segments + 3 * (segments + segment_sum - s + i);
+        const int begin = (int)((int64_t)c * i / s), end = (int)((int64_t)c * (i + 1) / s);
+        segment[0] = e;
+        segment[1] = start[e] + begin;
+        segment[2] = end - begin;
+      }
+    }
+    pairs += __shfl_sync(0xFFFFFFFFu, pair_sum, 31);
+    segments += __shfl_sync(0xFFFFFFFFu, segment_sum, 31);
+  }
+  if (write_segments && lane == 0) *p.num_segments = segments;
+}
+
+// All of it in one block, for up to kPairsPerBlock pairs; with more, the first of two passes: experts, ranks, histograms.
 __device__ __forceinline__ void align_pairs(const AlignArgs& p) {
   __shared__ int count[kMaxExperts];
-  __shared__ int cursor[kMaxExperts];
-  const int tid = threadIdx.x;
-  for (int e = tid; e < p.local_experts; e += THREADS) count[e] = 0;
+  __shared__ int start[kMaxExperts];
+  for (int e = threadIdx.x; e < p.local_experts; e += kThreads) count[e] = 0;
+  if (blockIdx.x == 0)
+    for (int i = threadIdx.x; i < p.num_flags; i += kThreads) p.flags[i] = 0;
+  int e[kBatch], rank[kBatch];
+  const int base = blockIdx.x * kPairsPerBlock + threadIdx.x;
+  load_experts(p, base, e);
   __syncthreads();
-  constexpr int kBatch = 8;  // loads in flight
-  for (int base = tid; base < p.pairs; base += kBatch * THREADS) {
-    int e[kBatch];
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int i = base + j * THREADS;
-      e[j] = i < p.pairs ? p.ids[(int64_t)i * p.id_stride] : -1;
-      if (e[j] >= p.global_experts) e[j] = -1;
-    }
-    if (p.expert_map != nullptr) {
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) e[j] = e[j] < 0 ? -1 : p.expert_map[e[j]];
-    }
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int i = base + j * THREADS;
-      if (i >= p.pairs) break;
-      if (e[j] < 0 || e[j] >= p.local_experts) e[j] = -1;
-      p.pair_expert[i] = e[j];
-      if (e[j] >= 0) atomicAdd(&count[e[j]], 1);
-    }
-  }
+  for (int j = 0; j < kBatch; ++j) rank[j] = e[j] >= 0 ? atomicAdd(&count[e[j]], 1) : 0;
   __syncthreads();
-  if (tid < 32) {
-    int pairs = 0, segments = 0;
-    for (int base = 0; base < p.local_experts; base += 32) {
-      const int e = base + tid;
-      const int c = e < p.local_experts ? count[e] : 0;
-      const int s = (c + p.capacity - 1) / p.capacity;
-      int pair_sum = c, segment_sum = s;
-#pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
-        const int a = __shfl_up_sync(0xFFFFFFFFu, pair_sum, offset), b = __shfl_up_sync(0xFFFFFFFFu, segment_sum, offset);
-        if (tid >= offset) pair_sum += a, segment_sum += b;
-      }
-      if (e < p.local_experts) {
-        const int start = pairs + pair_sum - c;
-        cursor[e] = start;
-        for (int i = 0; i < s; ++i) {
-          // equal parts, so that no part runs nearly empty
-          int* segment = p.segments + 3 * (segments + segment_sum - s + i);
-          const int begin = (int)((int64_t)c * i / s), end = (int)((int64_t)c * (i + 1) / s);
-          segment[0] = e;
-          segment[1] = start + begin;
-          segment[2] = end - begin;
-        }
-      }
-      pairs += __shfl_sync(0xFFFFFFFFu, pair_sum, 31);
-      segments += __shfl_sync(0xFFFFFFFFu, segment_sum, 31);
-    }
-    if (tid == 0) *p.num_segments = segments;
-  }
-  __syncthreads();
-  for (int base = tid; base < p.pairs; base += kBatch * THREADS) {
-    int e[kBatch], place[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int i = base + j * THREADS;
-      e[j] = i < p.pairs ? p.pair_expert[i] : -1;  // written by this thread
-    }
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) place[j] = e[j] >= 0 ? atomicAdd(&cursor[e[j]], 1) : 0;
+  if (p.blocks > 1) {
+    for (int i = threadIdx.x; i < p.local_experts; i += kThreads) p.histogram[blockIdx.x * p.local_experts + i] = count[i];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j)
-      if (e[j] >= 0) p.sorted[place[j]] = base + j * THREADS;
+      if (e[j] >= 0) p.rank[base + j * kThreads] = rank[j];
+    return;
+  }
+  if (threadIdx.x < 32) scan_experts(p, count, start, true);
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j)
+    if (e[j] >= 0) p.sorted[start[e[j]] + rank[j]] = base + j * kThreads;
+}
+
+// Second pass with several blocks.
+__global__ void __launch_bounds__(kThreads) scatter_kernel(const AlignArgs p) {
+  grid_dependency_launch();
+  grid_dependency_wait();
+  __shared__ int count[kMaxExperts], before[kMaxExperts], start[kMaxExperts];
+  for (int e = threadIdx.x; e < p.local_experts; e += kThreads) {
+    int total = 0, mine = 0;
+#pragma unroll 8
+    for (int b = 0; b < p.blocks; ++b) {
+      const int c = p.histogram[b * p.local_experts + e];
+      if (b < (int)blockIdx.x) mine += c;
+      total += c;
+    }
+    count[e] = total;
+    before[e] = mine;
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) scan_experts(p, count, start, blockIdx.x == 0);
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j) {
+    const int i = blockIdx.x * kPairsPerBlock + threadIdx.x + j * kThreads;
+    if (i >= p.pairs) break;
+    const int e = p.pair_expert[i];
+    if (e >= 0) p.sorted[start[e] + before[e] + p.rank[i]] = i;
   }
 }
 
-__global__ void __launch_bounds__(kAlignThreads) align_kernel(const AlignArgs p) {
-  grid_dependency_launch();
-  grid_dependency_wait();
-  align_pairs<kAlignThreads>(p);
-}
-
-// Grouping (block 0) and quantization of the layer's input (the others) in one launch.
+// Grouping (the first blocks) and quantization of the layer's input (the others) in one launch.
 template <typename T, bool FOUR, int TPR>
 __global__ void __launch_bounds__(kThreads) prologue_kernel(const AlignArgs a, const QuantizeArgs p) {
   grid_dependency_launch();
   grid_dependency_wait();
-  if (blockIdx.x == 0)
-    align_pairs<kThreads>(a);
+  if ((int)blockIdx.x < a.blocks)
+    align_pairs(a);
   else
-    quantize_rows<T, FOUR, false, TPR>(p, (blockIdx.x - 1) * (kThreads / TPR));
+    quantize_rows<T, FOUR, false, TPR>(p, (blockIdx.x - a.blocks) * (kThreads / TPR));
 }
 
 template <typename T>
@@ -322,7 +353,7 @@ int launch_quantize(const QuantizeArgs& p, cudaStream_t s) {
 template <typename T, bool FOUR>
 int launch_prologue(const AlignArgs& a, const QuantizeArgs& p, cudaStream_t s) {
   const int tpr = threads_per_row(p.k);
-  const dim3 grid(1 + (p.rows + kThreads / tpr - 1) / (kThreads / tpr));
+  const dim3 grid(a.blocks + (p.rows + kThreads / tpr - 1) / (kThreads / tpr));
   switch (tpr) {
     case 16: return launch(prologue_kernel<T, FOUR, 16>, grid, dim3(kThreads), 0, s, a, p);
     case 32: return launch(prologue_kernel<T, FOUR, 32>, grid, dim3(kThreads), 0, s, a, p);
@@ -362,19 +393,20 @@ extern "C" int quads_quantize(const quads::QuantizeArgs* p, int in_dtype, int fo
   return four_over_six ? launch_quantize<__half, true, false>(*p, s) : launch_quantize<__half, false, false>(*p, s);
 }
 
+// Pairs that one block of the grouping takes; AlignArgs.blocks is the number of blocks that this makes.
+extern "C" int quads_pairs_per_block() { return quads::kPairsPerBlock; }
+
 // Grouping and quantization of the layer's input; one launch for few pairs, two otherwise.
 extern "C" int quads_prologue(const quads::AlignArgs* a, const quads::QuantizeArgs* p, int in_dtype, int four_over_six,
                               void* stream) {
   using namespace quads;
   cudaStream_t s = static_cast<cudaStream_t>(stream);
-  if (a->local_experts > kMaxExperts) return cudaErrorInvalidValue;
-  if (a->pairs > 4096) {
-    int e = launch(align_kernel, dim3(1), dim3(kAlignThreads), 0, s, *a);
-    return e != 0 ? e : quads_quantize(p, in_dtype, four_over_six, 0, stream);
-  }
-  if (in_dtype == 0)
-    return four_over_six ? launch_prologue<__nv_bfloat16, true>(*a, *p, s) : launch_prologue<__nv_bfloat16, false>(*a, *p, s);
-  return four_over_six ? launch_prologue<__half, true>(*a, *p, s) : launch_prologue<__half, false>(*a, *p, s);
+  if (a->local_experts > kMaxExperts || (int64_t)a->blocks * kPairsPerBlock < a->pairs) return cudaErrorInvalidValue;
+  const int e = in_dtype == 0
+                    ? (four_over_six ? launch_prologue<__nv_bfloat16, true>(*a, *p, s) : launch_prologue<__nv_bfloat16, false>(*a, *p, s))
+                    : (four_over_six ? launch_prologue<__half, true>(*a, *p, s) : launch_prologue<__half, false>(*a, *p, s));
+  if (e != 0 || a->blocks == 1) return e;
+  return launch(scatter_kernel, dim3(a->blocks), dim3(kThreads), 0, s, *a);
 }
 
 // y: 0 bfloat16, 1 float16, 2 float32; out: 0 bfloat16, 1 float16.

@@ -39,6 +39,7 @@ class GemmArgs(ctypes.Structure):
         *((name, ctypes.c_int) for name in (
             "kblocks", "row_tiles", "ldb", "row_divisor", "channels", "ldo", "bias_stride", "max_tokens"
         )),
+        *((name, ctypes.c_void_p) for name in ("partial", "partial_ready")),
     ]  # fmt: skip
 
 
@@ -60,10 +61,10 @@ class AlignArgs(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
-            "ids", "expert_map", "pair_expert", "sorted", "segments", "num_segments"
+            "ids", "expert_map", "pair_expert", "sorted", "segments", "num_segments", "rank", "histogram", "flags"
         )),
         *((name, ctypes.c_int) for name in (
-            "pairs", "id_stride", "global_experts", "local_experts", "capacity"
+            "pairs", "id_stride", "global_experts", "local_experts", "capacity", "num_flags", "blocks"
         )),
     ]  # fmt: skip
 
@@ -157,6 +158,7 @@ def library() -> ctypes.CDLL:
     lib.quads_sum.argtypes = [
         pointer, pointer, pointer, integer, integer, integer, integer, ctypes.c_int64, integer, integer, pointer
     ]  # fmt: skip
+    lib.quads_moe_decode_partial_bytes.restype = ctypes.c_longlong
     lib.quads_error_string.argtypes = [integer]
     lib.quads_error_string.restype = ctypes.c_char_p
     return lib

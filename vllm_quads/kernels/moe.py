@@ -201,9 +201,13 @@ def quads_moe(
     prefill = tuning.prefill if tuning.prefill is not None else mean > PREFILL_THRESHOLD
     capacity = PREFILL_TOKENS if prefill else _capacity(tokens, mean, max(k1, k2), tuning)
     max_segments = min(pairs, experts + pairs // capacity)
+    blocks = -(-pairs // lib.quads_pairs_per_block())
+    flags = 0 if prefill else lib.quads_moe_decode_flags()
 
-    integers = torch.empty(2 * pairs + 3 * max_segments + 1, dtype=torch.int32, device=device)
-    pair_expert, sorted_pairs, segments, num_segments = integers.split((pairs, pairs, 3 * max_segments, 1))
+    sizes = (pairs, pairs, 3 * max_segments, 1, *((pairs, blocks * experts) if blocks > 1 else (0, 0)), flags, flags)
+    integers = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    pair_expert, sorted_pairs, segments, num_segments, rank, histogram, flags1, flags2 = integers
+    partial = torch.empty(0 if prefill else lib.quads_moe_decode_partial_bytes(), dtype=torch.uint8, device=device)
     decode = torch.empty(tokens + pairs, device=device)
     operand1 = torch.empty(tokens, k1, dtype=torch.float16, device=device)
     h = torch.empty(pairs, prepared.intermediate, dtype=x.dtype, device=device)
@@ -224,6 +228,11 @@ def quads_moe(
         global_experts=global_experts,
         local_experts=experts,
         capacity=capacity,
+        rank=rank.data_ptr(),
+        histogram=histogram.data_ptr(),
+        flags=flags1.data_ptr(),
+        num_flags=2 * flags,
+        blocks=blocks,
     )
     quantize1 = QuantizeArgs(
         x=x.data_ptr(),
@@ -263,6 +272,8 @@ def quads_moe(
         ldo=prepared.intermediate,
         bias_stride=2 * prepared.intermediate,
         max_tokens=capacity,
+        partial=partial.data_ptr(),
+        partial_ready=flags1.data_ptr(),
     )
     _gemm(lib, gemm, _SWIGLU, dtype, prefill, tuning.k_groups, False, stream)
     quantize2 = QuantizeArgs(
@@ -294,6 +305,7 @@ def quads_moe(
     gemm.row_divisor = 1
     gemm.channels = prepared.hidden
     gemm.ldo = prepared.hidden
+    gemm.partial_ready = flags2.data_ptr()
     _gemm(lib, gemm, _PLAIN, _DTYPES[y.dtype], prefill, tuning.k_groups, tuning.early_weights, stream)
     _native.check(
         lib.quads_sum(
