@@ -127,18 +127,13 @@ SCALE_SUFFIXES = tuple(sorted({s for layout in LAYOUTS.values() for s in layout.
 def encode_of(decode: Tensor) -> Tensor:
     """The float32 encode scale e with f32(1/e) == decode, so that a reader of encode scales gets the same bits.
 
-    1/decode can be one ulp off, so its neighbours are tried. Every scale that QUADS computes has such an e (it is
-    itself the reciprocal of one). Raises FormatError for a foreign scale that has none.
+    Every decode scale that QUADS computes is itself the reciprocal of a float32, and for those e = f32(1/decode) has
+    this property (tested for every mantissa). Raises FormatError for a foreign scale that is no such reciprocal.
     """
-    guess = 1.0 / decode
-    for candidate in (
-        guess,
-        torch.nextafter(guess, torch.zeros_like(guess)),
-        torch.nextafter(guess, torch.full_like(guess, torch.inf)),
-    ):
-        if bool((1.0 / candidate == decode).all()):
-            return candidate
-    raise FormatError(
-        f"global scale {decode.tolist()} is not the reciprocal of a float32, so compressed-tensors cannot store it "
-        f"exactly; write the `quads` or `modelopt` format instead"
-    )
+    encode = 1.0 / decode
+    if not bool((1.0 / encode == decode).all()):
+        raise FormatError(
+            f"global scale {decode.tolist()} is not the reciprocal of a float32, so compressed-tensors cannot store it "
+            f"exactly; write the `quads` or `modelopt` format instead"
+        )
+    return encode
