@@ -45,12 +45,15 @@ def _save(model_type: str, path: Path, seed: int, **extra: Any) -> Path:
     }
     if model_type == "qwen3_moe":
         config = transformers.Qwen3MoeConfig(
-            num_experts=EXPERTS,
-            moe_intermediate_size=INTER,
-            intermediate_size=96,
-            decoder_sparse_step=1,
-            mlp_only_layers=[],
-            **{"tie_word_embeddings": False, **common},
+            **{
+                "num_experts": EXPERTS,
+                "moe_intermediate_size": INTER,
+                "intermediate_size": 96,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+                "tie_word_embeddings": False,
+                **common,
+            }
         )
     else:
         config = transformers.MixtralConfig(num_local_experts=EXPERTS, intermediate_size=INTER, **common)
@@ -85,12 +88,15 @@ def start_engine(model: Path | str, **options: Any) -> Any:
     """An in-process vLLM `LLM`, quantization='quads' unless told otherwise, small and eager."""
     from vllm import LLM
 
+    if not gc.get_freeze_count():
+        gc.freeze()  # every shutdown collects garbage three times: leave the imported libraries out of it
     defaults: dict[str, Any] = {
         "quantization": "quads",
         "skip_tokenizer_init": True,
         "enforce_eager": True,
         "max_model_len": 128,
         "max_num_seqs": 8,
+        "num_gpu_blocks_override": 64,  # otherwise each engine takes VLLM_CPU_KVCACHE_SPACE
         "seed": 0,
         "disable_log_stats": True,
     }

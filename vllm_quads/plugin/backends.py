@@ -29,10 +29,21 @@ class BackendChoice(NamedTuple):
 
 
 def choose_backend(device: torch.device) -> BackendChoice:
-    """The backend of MoE and dense layers on this device."""
+    """The backend of MoE layers on this device. Dense linears run the torch reference everywhere."""
     if device.type == "cpu":
         return BackendChoice("torch", "CPU: torch reference, weights decoded once to float32 and cached")
-    return BackendChoice("torch", f"{device.type}: torch reference, exact but slow")
+    if device.type != "cuda":
+        return BackendChoice("torch", f"{device.type}: torch reference, exact but slow")
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return BackendChoice("torch", f"compute capability {capability}: torch reference, exact but slow")
+    from vllm_quads.kernels import KernelError, build
+
+    try:
+        build()
+    except KernelError as e:
+        return BackendChoice("torch", f"torch reference, exact but slow, because {e}")
+    return BackendChoice("hopper", "compute capability 9.0: fused kernels on packed weights")
 
 
 class ExpertsBackend(Protocol):
@@ -55,6 +66,7 @@ class ExpertsBackend(Protocol):
         contract: Contract,
         *,
         w13_site: SiteState,
+        w2_site: SiteState,
         g13: Tensor | None,
         g2: Tensor | None,
         decode: Tensor | None,
@@ -88,6 +100,7 @@ class TorchExperts:
         contract: Contract,
         *,
         w13_site: SiteState,
+        w2_site: SiteState,
         g13: Tensor | None,
         g2: Tensor | None,
         decode: Tensor | None,
@@ -140,6 +153,8 @@ class TorchLinear:
 
 def make_experts_backend(device: torch.device) -> ExpertsBackend:
     """The MoE backend that `choose_backend` names."""
-    choice = choose_backend(device)
-    assert choice.name == "torch"
+    if choose_backend(device).name == "hopper":
+        from vllm_quads.plugin.hopper import HopperExperts
+
+        return HopperExperts()
     return TorchExperts()

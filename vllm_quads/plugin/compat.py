@@ -135,6 +135,19 @@ def decode_mask(num_tokens: int, device: torch.device) -> Tensor | None:
     return inside & (lengths[request.clamp(max=lengths.numel() - 1)] == 1)
 
 
+def abandon_layerwise_reload() -> None:
+    """Take layers that vLLM's layerwise reload has taken apart back to their old tensors, after a failure.
+
+    vLLM itself leaves them without weights, and would mix this reload's tensors into the next one.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer, info in list(layerwise.LAYERWISE_INFO.items()):
+        if info.can_load() and info.kernel_tensors is not None:
+            layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+
+
 def is_in_process(llm: Any) -> bool:
     """True if the model of this `LLM` lives in the calling process, on one rank."""
     from vllm.v1.engine.core_client import InprocClient

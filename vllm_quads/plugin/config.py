@@ -239,8 +239,14 @@ class QuadsConfig(QuantizationConfig):
         self.model_loaded()
         if self._dummy and not runtime.loader.ever_loaded:
             runtime.loader.fill_dummy()
-        else:
+            return
+        try:
             runtime.loader.finish(need_input_scale=needs_input_scales(self.contract))
+        except CheckpointError:
+            compat.abandon_layerwise_reload()
+            for other in self.runtimes.values():
+                other.loader.forget_partial()
+            raise
 
     def model_loaded(self) -> None:
         """The whole model has been built and loaded: resolve the contract against it, and load the saved state."""

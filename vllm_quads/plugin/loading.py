@@ -113,6 +113,9 @@ class PackedLoader:
         """The matrices with a local shard, in order."""
         self.version = 0
         """Grows with every change of the parameters."""
+        self.on_complete: Callable[[], None] | None = None
+        """Called when every matrix has been loaded anew since the last call."""
+        self._renewed: set[str] = set()
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -149,6 +152,11 @@ class PackedLoader:
         status.fields.clear()
         status.pending = None
         status.complete = status.ever_loaded = True
+        self._renewed.add(matrix.name)
+        if len(self._renewed) == len(self.matrices):
+            self._renewed.clear()
+            if self.on_complete is not None:
+                self.on_complete()
 
     def _check(self, matrix: Matrix, role: Role, tensor: Tensor, quantize: bool) -> None:
         where = self._where(matrix, role)

@@ -65,6 +65,7 @@ class LayerRuntime(nn.Module):
         self.collecting = False
         self._derived_from: tuple[int, int] | None = None
         self._state_version = 0
+        loader.on_complete = self.settle_for_graphs
         for s in sites:
             center = torch.zeros(s.k, dtype=torch.float32)  # vLLM builds models under another default dtype
             blocks = torch.zeros(s.groups, s.k // BLOCK_SIZE, dtype=torch.bool)
@@ -108,6 +109,7 @@ class LayerRuntime(nn.Module):
             getattr(self, f"{spec.key}_blocks").copy_(blocks[:, start : start + spec.k // BLOCK_SIZE])
             self._refresh_state(spec)
         self._state_version += 1
+        self.settle_for_graphs()
 
     def _refresh_state(self, spec: SiteSpec) -> None:
         self.states[spec.name] = SiteState(getattr(self, f"{spec.key}_center"), getattr(self, f"{spec.key}_blocks"))
@@ -134,14 +136,24 @@ class LayerRuntime(nn.Module):
 
     # -- derived operands ----------------------------------------------------------------------------------------
 
-    def up_to_date(self) -> bool:
-        """True if the derived operands fit the parameters and the state; marks them so if not (the caller rebuilds)."""
+    def settle(self) -> None:
+        """Rebuild the derived operands if parameters or state have changed. Every forward pass begins with this.
+
+        Raises RefitError if a weight has arrived only in part.
+        """
         version = (self.loader.version, self._state_version)
-        if self._derived_from == version:
-            return True
-        self.loader.check_settled()
-        self._derived_from = version
-        return False
+        if self._derived_from != version:
+            self.loader.check_settled()
+            self._prepare()
+            self._derived_from = version
+
+    def settle_for_graphs(self) -> None:
+        """After a change: rebuild at once where captured CUDA graphs replay without running Python."""
+        if self._derived_from is not None and next(self.buffers()).is_cuda:
+            self.settle()
+
+    def _prepare(self) -> None:
+        raise NotImplementedError
 
     def static_scale(self, input_scale: Tensor) -> Tensor | None:
         """Encode global scale from decode-direction input scales (amax/2688), or None for per-token scales."""
@@ -170,11 +182,14 @@ class ExpertsRuntime(LayerRuntime):
             getattr(layer, f"{prefix}_weight_scale_2").data,
         )
 
+    def _prepare(self) -> None:
+        w13, w2 = self.states[self.w13.name], self.states[self.w2.name]
+        self.backend.prepare(self._packed("w13"), self._packed("w2"), w13, w2)
+
     def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """MoE output [M, H] of x [M, H] with global expert ids [M, k] (negative: nobody's)."""
         layer, w13, w2 = self.layer, self.states[self.w13.name], self.states[self.w2.name]
-        if not self.up_to_date():
-            self.backend.prepare(self._packed("w13"), self._packed("w2"), w13, w2)
+        self.settle()
         if layer.expert_map is not None:
             local = layer.expert_map[topk_ids.clamp(min=0).to(torch.int64)].to(torch.int64)
             topk_ids = torch.where(topk_ids < 0, -1, local)
@@ -186,6 +201,7 @@ class ExpertsRuntime(LayerRuntime):
             topk_ids,
             self.contract,
             w13_site=w13,
+            w2_site=w2,
             g13=g13,
             g2=self.static_scale(layer.w2_input_scale.data),
             decode=compat.decode_mask(x.shape[0], x.device),
@@ -227,11 +243,13 @@ class LinearRuntime(LayerRuntime):
     def _parts(self) -> list[PackedTensor]:
         return [self.loader.packed(m) for m in self.loader.matrices]
 
+    def _prepare(self) -> None:
+        self.backend.prepare(self._parts(), self.states[self.site.name])
+
     def forward(self, x: Tensor) -> Tensor:
         """y [..., N] = x [..., K] times the local weight, without bias."""
         state = self.states[self.site.name]
-        if not self.up_to_date():
-            self.backend.prepare(self._parts(), state)
+        self.settle()
         flat = x.reshape(-1, x.shape[-1])
         y = self.backend.forward(
             flat,

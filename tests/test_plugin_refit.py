@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refit: after a push the engine is the engine that would have loaded the pushed weights, or it is the old one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plugin_helpers import damaged, decoded, quads_layers, scores, tensors_of
+from torch import Tensor
+
+pytest.importorskip("vllm")
+
+from vllm_quads.checkpoint import quantize_checkpoint
+from vllm_quads.compensation import CompensationState
+from vllm_quads.nvfp4 import Contract, ContractError, QuadsError, QuantizedSet, RefitError
+from vllm_quads.refit import Manifest, TensorSpec, as_engine
+
+EXPERT = "model.layers.1.mlp.experts.2"
+
+
+@pytest.fixture(scope="module")
+def other(make_tiny: Callable[..., Path]) -> Path:
+    """The next policy: another random Qwen3-MoE of the same shapes."""
+    return make_tiny("qwen3_moe", seed=7)
+
+
+@pytest.fixture(scope="module")
+def expected(
+    tiny_qwen3_moe: Path, other: Path, module_engine: Callable[..., Any]
+) -> dict[Path, tuple[list[float], str]]:
+    """(scores, fingerprint) of engines that were started with each policy."""
+    return {
+        path: (scores(module_engine(path, seed=5)), as_engine(module_engine(path, seed=5)).fingerprint())
+        for path in (tiny_qwen3_moe, other)
+    }
+
+
+@pytest.fixture
+def serving(tiny_qwen3_moe: Path, module_engine: Callable[..., Any]) -> Any:
+    """The engine under test, with the first policy's weights, whatever the test before did to it."""
+    llm = module_engine(tiny_qwen3_moe, seed=6)
+    as_engine(llm).abort()
+    as_engine(llm).set_activation(Contract())
+    as_engine(llm).set_compensation(CompensationState())
+    llm.apply_model(lambda model: model.load_weights(iter(tensors_of(tiny_qwen3_moe).items())))
+    return llm
+
+
+def manifest(llm: Any, tensors: dict[str, Tensor], fingerprint: str, version: int = 1, **extra: Any) -> Manifest:
+    engine = as_engine(llm)
+    specs = {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in tensors.items()}
+    return Manifest(engine.contract(), engine.quantized(), specs, fingerprint, version, **extra)
+
+
+def push(llm: Any, tensors: dict[str, Tensor], fingerprint: str, version: int = 1, **extra: Any) -> Any:
+    engine = as_engine(llm)
+    engine.begin(manifest(llm, tensors, fingerprint, version, **extra))
+    for item in tensors.items():
+        engine.load([item])
+    return engine.commit()
+
+
+def test_push_equals_a_fresh_engine(serving: Any, other: Path, expected: Any, tmp_path: Path) -> None:
+    """After a push (BF16 or packed) log-probs equal those of an engine started with the exported checkpoint, bit for
+    bit; the fingerprint, policy version and report say so."""
+    quantize_checkpoint(other, tmp_path / "q")
+    report = push(serving, tensors_of(other), expected[other][1], version=4)
+    assert scores(serving) == expected[other][0]
+    assert as_engine(serving).fingerprint() == report.fingerprint == expected[other][1]
+    assert as_engine(serving).policy_version() == report.policy_version == 4
+    packed = push(serving, tensors_of(tmp_path / "q"), expected[other][1], version=5)
+    assert scores(serving) == expected[other][0]
+    assert packed.bytes < report.bytes
+
+
+def test_two_pushes_are_bit_equal(serving: Any, other: Path, expected: Any) -> None:
+    """Pushing identical weights twice changes nothing, not even the last bit."""
+    push(serving, tensors_of(other), expected[other][1])
+    first = scores(serving)
+    push(serving, tensors_of(other), expected[other][1], version=2)
+    assert scores(serving) == first == expected[other][0]
+
+
+def test_push_resets_the_prefix_cache(serving: Any, other: Path, expected: Any) -> None:
+    """Key/value blocks of the old policy are not reused (vLLM does not reset them by itself)."""
+    prompt = [11 + i % 50 for i in range(70)]
+    decoded(serving, prompt)
+    decoded(serving, prompt)
+    push(serving, tensors_of(other), expected[other][1])
+    after = decoded(serving, prompt)
+    serving.reset_prefix_cache()
+    assert after == decoded(serving, prompt)
+
+
+@pytest.mark.parametrize("route", ["load_weights", "reload_iterator", "reload_path"])
+@pytest.mark.parametrize("fmt", ["bf16", "modelopt", "compressed-tensors"])
+def test_vllms_own_routes(
+    route: str, fmt: str, serving: Any, other: Path, expected: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """TRL- and OpenRLHF-style `model.load_weights` one tensor at a time, and vLLM's layerwise reload, are exact too, in
+    BF16 and packed, on an engine that started from BF16."""
+    path = other
+    if fmt != "bf16":
+        path = tmp_path_factory.mktemp("routes") / fmt
+        quantize_checkpoint(other, path, format=fmt)
+    if route == "load_weights":
+        serving.apply_model(lambda model: [model.load_weights([item]) for item in tensors_of(path).items()])
+    elif route == "reload_iterator":
+        serving.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors_of(path).items())})
+    else:
+        serving.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+    assert scores(serving) == expected[other][0]
+    assert as_engine(serving).fingerprint() == expected[other][1]
+
+
+def test_mixtral_router_is_refit(
+    tiny_mixtral: Path, make_tiny: Callable[..., Path], module_engine: Callable[..., Any]
+) -> None:
+    """Weights that vLLM builds without a quantization config (Mixtral's router) are reached by a refit as well."""
+    other = make_tiny("mixtral", seed=3)
+    llm, fresh = module_engine(tiny_mixtral), module_engine(other)
+    push(llm, tensors_of(other), as_engine(fresh).fingerprint())
+    assert scores(llm) == scores(fresh)
+
+
+def _drop(name: str) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda t: t.pop(name)
+
+
+def _set(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda t: t.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            _set("model.layers.0.mlp.experts.9.gate_proj.weight", torch.zeros(48, 64)),
+            r"experts.9.gate_proj.weight: the eng",
+        ),
+        (_set("model.layers.0.mlp.bogus", torch.zeros(3)), r"mlp.bogus: the engine has no such tensor"),
+        (_drop(f"{EXPERT}.up_proj.weight"), rf"{EXPERT}.up_proj: its weight is missing from the push"),
+        (_drop("model.norm.weight"), r"model.norm.weight: is missing from the push"),
+        (
+            _set(f"{EXPERT}.up_proj.weight", torch.zeros(48, 32)),
+            rf"{EXPERT}.up_proj.weight: has shape \(48, 32\), expected \(48, 64\)",
+        ),
+        (
+            _set(f"{EXPERT}.up_proj.weight", torch.zeros(48, 64, dtype=torch.int32)),
+            rf"{EXPERT}.up_proj.weight: is torch.int32",
+        ),
+        (
+            _set(f"{EXPERT}.up_proj.weight", torch.zeros(48, 32, dtype=torch.uint8)),
+            r"up_proj: its block scales is missing",
+        ),
+        (_set("model.norm.weight", torch.zeros(64, dtype=torch.uint8)), r"model.norm.weight: is torch.uint8"),
+    ],
+    ids=["unknown-expert", "unknown", "missing-expert", "missing-norm", "shape", "dtype", "half-packed", "plain-dtype"],
+)
+def test_manifest_is_checked_before_a_byte_moves(
+    change: Callable[[dict[str, Tensor]], Any],
+    message: str,
+    serving: Any,
+    other: Path,
+    expected: Any,
+    tiny_qwen3_moe: Path,
+) -> None:
+    """Unknown, missing, misshapen and mistyped tensors are refused by name at `begin`; the engine is unchanged."""
+    tensors = tensors_of(other)
+    change(tensors)
+    with pytest.raises(RefitError, match=message):
+        as_engine(serving).begin(manifest(serving, tensors, expected[other][1]))
+    assert as_engine(serving).fingerprint() == expected[tiny_qwen3_moe][1]
+
+
+def test_different_contracts_and_sets(serving: Any, other: Path, expected: Any) -> None:
+    """Contract or quantized set that differ between trainer and rollout: the first difference is named."""
+    good = manifest(serving, tensors_of(other), expected[other][1])
+    changed = Contract().merged({"compensation": {"ratio": 0.5}})
+    with pytest.raises(RefitError, match=r"compensation.ratio: 0.5 != 0.25"):
+        as_engine(serving).begin(replace(good, contract=changed))
+    fewer = QuantizedSet({n: s for n, s in good.quantized.shapes.items() if n != f"{EXPERT}.up_proj"})
+    with pytest.raises(RefitError, match=rf"{EXPERT}.up_proj is quantized by the rollout but not by the trainer"):
+        as_engine(serving).begin(replace(good, quantized=fewer))
+
+
+def test_interrupted_push_changes_nothing(serving: Any, other: Path, expected: Any, tiny_qwen3_moe: Path) -> None:
+    """A push that stops half-way, or breaks at any later point, leaves the previous weights serving."""
+    tensors = tensors_of(other)
+    engine = as_engine(serving)
+    engine.begin(manifest(serving, tensors, expected[other][1]))
+    engine.load(list(tensors.items())[: len(tensors) // 2])
+    assert scores(serving) == expected[tiny_qwen3_moe][0]
+    with pytest.raises(RefitError, match="was promised by the manifest but never sent"):
+        engine.commit()
+    assert scores(serving) == expected[tiny_qwen3_moe][0]
+
+    bad = dict(tensors) | {"model.norm.weight": torch.full((64,), float("nan"), dtype=torch.bfloat16)}
+    with pytest.raises(RefitError, match=r"model.norm.weight: holds NaN or Inf"):
+        push(serving, bad, expected[other][1])
+
+    with pytest.raises(RefitError, match="fingerprint .* the previous weights keep serving"):
+        push(serving, tensors, "0123456789abcdef", version=9)
+    assert scores(serving) == expected[tiny_qwen3_moe][0]
+    assert engine.fingerprint() == expected[tiny_qwen3_moe][1]
+    assert engine.policy_version() != 9
+    push(serving, tensors, expected[other][1])
+    assert scores(serving) == expected[other][0]
+
+
+def test_failure_inside_the_swap_is_rolled_back(
+    serving: Any, other: Path, expected: Any, tiny_qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception while vLLM copies weights leaves all of the old ones, bit for bit."""
+    loader = type(quads_layers(serving)["quads.model.layers.1.mlp.experts"].loader)
+    original, calls = loader.load, []
+
+    def failing(self: Any, *args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 17:
+            raise RuntimeError("link down")
+        original(self, *args)
+
+    monkeypatch.setattr(loader, "load", failing)
+    with pytest.raises(RefitError, match="RuntimeError: link down.*previous weights keep serving"):
+        push(serving, tensors_of(other), expected[other][1])
+    monkeypatch.undo()
+    assert scores(serving) == expected[tiny_qwen3_moe][0]
+
+
+def test_half_sent_pair_is_noticed(serving: Any, other: Path) -> None:
+    """With vLLM's raw route nothing announces the end: a gate without its up is an error before it can serve."""
+    name = f"{EXPERT}.gate_proj.weight"
+    serving.apply_model(lambda model: model.load_weights([(name, tensors_of(other)[name])]))
+    runtime = quads_layers(serving)["quads.model.layers.1.mlp.experts"]
+    with pytest.raises(RefitError, match=rf"{EXPERT}.up_proj.weight: was not sent"):
+        runtime.up_to_date()
+    runtime.loader.forget_partial()
+
+
+def test_buffers_of_the_sender_may_be_reused(serving: Any, other: Path, expected: Any) -> None:
+    """Senders overwrite their buckets after each tensor; nothing in the engine refers to them."""
+    tensors = tensors_of(other)
+    buffer = torch.empty(max(t.numel() for t in tensors.values()), dtype=torch.bfloat16)
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors.items():
+            view = buffer[: tensor.numel()].view(tensor.shape)
+            view.copy_(tensor)
+            yield name, view
+
+    serving.apply_model(lambda model: model.load_weights(stream()))
+    assert scores(serving) == expected[other][0]
+    engine = as_engine(serving)
+    engine.begin(manifest(serving, tensors, expected[other][1]))
+    engine.load(stream())
+    engine.commit()
+    assert scores(serving) == expected[other][0]
+
+
+def test_compensation_is_refreshed_by_a_push_and_travels(
+    serving: Any, other: Path, expected: Any, tmp_path: Path, module_engine: Callable[..., Any]
+) -> None:
+    """Statistics gathered while generating choose new channel sets and centring at the push, not before; a fresh engine
+    that loads the exported checkpoint with the state beside it has the same log-probs, bit for bit."""
+    engine = as_engine(serving)
+    engine.collect_statistics()
+    before = scores(serving)
+    assert not any(bool(s.blocks.any() or s.center.any()) for s in engine.compensation().sites.values())
+    engine.collect_statistics(False)
+    assert scores(serving) == before
+    sensitivities = {name: torch.tensor(1.0 + i) for i, name in enumerate(engine.compensation().sites)}
+    push(serving, tensors_of(other), expected[other][1], compensation=sensitivities)
+    state = engine.compensation()
+    assert any(bool(s.blocks.any()) for s in state.sites.values())
+    assert bool(state.sites["model.layers.0.mlp.experts.w13"].center.any())
+    assert state.sensitivities == {n: float(v) for n, v in sensitivities.items()}
+    after = scores(serving)
+    assert after != expected[other][0]
+
+    exported = damaged(other, tmp_path / "export", lambda t: None)
+    state.save(exported)
+    assert scores(module_engine(exported)) == after
+    push(serving, tensors_of(other), expected[other][1], version=2)  # no statistics since: state and scores stay
+    assert scores(serving) == after
+
+
+def test_switching_the_activation_path(
+    serving: Any, expected: Any, tiny_qwen3_moe: Path, module_engine: Callable[..., Any]
+) -> None:
+    """Scheme, activation and compensation options switch on a running engine; what decides the weights does not."""
+    engine = as_engine(serving)
+    engine.set_activation(Contract().merged({"scheme": "w4a16"}))
+    w4a16 = scores(serving)
+    engine.set_activation(Contract().merged({"compensation": {"form": "rows"}}))
+    rows = scores(serving)
+    engine.set_activation(Contract().merged({"compensation": {"form": "none"}}))
+    plain = scores(serving)
+    engine.set_activation(Contract())
+    assert scores(serving) == expected[tiny_qwen3_moe][0]
+    distance = [sum(abs(a - b) for a, b in zip(w4a16, x, strict=True)) for x in (rows, plain)]
+    assert distance[0] < 0.5 * distance[1]
+    with pytest.raises(ContractError, match="targets"):
+        engine.set_activation(Contract().merged({"targets": ["*.experts.*.down_proj"]}))
+    with pytest.raises(ContractError, match=r"global_scale: 'static' needs the input_scale"):
+        uncalibrated = as_engine(module_engine(tiny_qwen3_moe, seed=5))
+        uncalibrated.set_activation(Contract().merged({"activation": {"global_scale": "static"}}))
+
+
+def test_engine_protocol_errors(serving: Any, other: Path, expected: Any) -> None:
+    """Calls out of order, and objects that are no engine, get an error that says what to do."""
+    engine = as_engine(serving)
+    assert engine is as_engine(serving)
+    with pytest.raises(RefitError, match=r"call begin\(manifest\) first"):
+        engine.commit()
+    engine.begin(manifest(serving, tensors_of(other), expected[other][1]))
+    with pytest.raises(RefitError, match="already under way"):
+        engine.begin(manifest(serving, tensors_of(other), expected[other][1]))
+    with pytest.raises(RefitError, match="is not in the manifest"):
+        engine.load([("model.other", torch.zeros(1))])
+    with pytest.raises(QuadsError, match="nothing to choose from"):
+        engine.refresh_compensation()
+    with pytest.raises(RefitError, match="is not a rollout engine that QUADS knows"):
+        as_engine(object())
