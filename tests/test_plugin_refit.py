@@ -239,7 +239,7 @@ def test_half_sent_pair_is_noticed(serving: Any, other: Path) -> None:
     serving.apply_model(lambda model: model.load_weights([(name, tensors_of(other)[name])]))
     runtime = quads_layers(serving)["quads.model.layers.1.mlp.experts"]
     with pytest.raises(RefitError, match=rf"{EXPERT}.up_proj.weight: was not sent"):
-        runtime.up_to_date()
+        runtime.settle()
     runtime.loader.forget_partial()
 
 

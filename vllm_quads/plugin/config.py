@@ -242,6 +242,7 @@ class QuadsConfig(QuantizationConfig):
             return
         try:
             runtime.loader.finish(need_input_scale=needs_input_scales(self.contract))
+        runtime.settle_for_graphs()
         except CheckpointError:
             compat.abandon_layerwise_reload()
             for other in self.runtimes.values():
