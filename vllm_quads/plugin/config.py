@@ -242,12 +242,12 @@ class QuadsConfig(QuantizationConfig):
             return
         try:
             runtime.loader.finish(need_input_scale=needs_input_scales(self.contract))
-        runtime.settle_for_graphs()
         except CheckpointError:
             compat.abandon_layerwise_reload()
             for other in self.runtimes.values():
                 other.loader.forget_partial()
             raise
+        runtime.settle_for_graphs()
 
     def model_loaded(self) -> None:
         """The whole model has been built and loaded: resolve the contract against it, and load the saved state."""
