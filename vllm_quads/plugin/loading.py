@@ -274,11 +274,12 @@ class PackedLoader:
         self.version += 1
 
     def fill_dummy(self) -> None:
-        """Valid zero weights, for engines that start without weights (load_format='dummy')."""
+        """Small random weights, for engines that start without weights (load_format='dummy')."""
         for matrix in self.matrices:
-            self._param(matrix, Role.WEIGHT)[matrix.rows].zero_()
-            self._param(matrix, Role.BLOCK_SCALE)[matrix.rows].view(torch.uint8).zero_()
-            self._param(matrix, Role.DECODE_SCALE)[matrix.scalar].fill_(1.0)
+            codes = self._param(matrix, Role.WEIGHT)[matrix.rows]
+            codes.copy_(torch.randint(0, 256, codes.shape, dtype=torch.uint8, device=codes.device))
+            self._param(matrix, Role.BLOCK_SCALE)[matrix.rows].view(torch.uint8).fill_(0x38)  # 1.0
+            self._param(matrix, Role.DECODE_SCALE)[matrix.scalar].fill_(1e-3)
             self._param(matrix, Role.INPUT_SCALE)[matrix.scalar].fill_(0.0)
         self.version += 1
 
