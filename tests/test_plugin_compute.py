@@ -130,7 +130,13 @@ def test_state_and_centring_change_the_scores(tiny_qwen3_moe: Path, module_engin
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tiny_qwen3_moe)})
     assert engine.compensation().sites["model.layers.0.mlp.experts.w13"].center.equal(w13.center)
     assert scores(llm) == changed
+    engine.set_activation(
+        Contract().merged({"activation": {"centering": "none"}, "compensation": {"form": "none", "ratio": 0.0}})
+    )
+    plain = scores(llm)
     engine.set_compensation(CompensationState())
+    assert scores(llm) == plain  # the contract says whether the state takes effect
+    engine.set_activation(Contract())
     assert scores(llm) == before
     with pytest.raises(Exception, match=r"names model.layers.7.mlp.experts.w13, which is no quantized site"):
         engine.set_compensation(CompensationState({"model.layers.7.mlp.experts.w13": w13}))

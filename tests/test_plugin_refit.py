@@ -307,8 +307,8 @@ def test_switching_the_activation_path(
     assert distance[0] < 0.5 * distance[1]
     with pytest.raises(ContractError, match="targets"):
         engine.set_activation(Contract().merged({"targets": ["*.experts.*.down_proj"]}))
+    uncalibrated = as_engine(module_engine(tiny_qwen3_moe, seed=5))
     with pytest.raises(ContractError, match=r"global_scale: 'static' needs the input_scale"):
-        uncalibrated = as_engine(module_engine(tiny_qwen3_moe, seed=5))
         uncalibrated.set_activation(Contract().merged({"activation": {"global_scale": "static"}}))
 
 

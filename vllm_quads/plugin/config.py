@@ -127,6 +127,8 @@ class QuadsConfig(QuantizationConfig):
                         f"this engine does not have"
                     )
         self._contract = contract
+        for runtime in self.runtimes.values():
+            runtime.state_changed()
 
     def _bind(self) -> None:
         if self._contract is not None:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vllm_quads.compensation import SiteInputs, SiteState, SiteStatistics
+from vllm_quads.compensation import SiteInputs, SiteState, SiteStatistics, uses_blocks
 from vllm_quads.compensation.statistics import RING_ROWS
-from vllm_quads.nvfp4 import BLOCK_SIZE, ActivationGlobalScale, CheckpointError, Contract, PackedTensor
+from vllm_quads.nvfp4 import BLOCK_SIZE, ActivationGlobalScale, Centering, CheckpointError, Contract, PackedTensor
 from vllm_quads.nvfp4.formats import E4M3_MAX
 from vllm_quads.nvfp4.reference import FOUR_OVER_SIX_E4M3_MAX, BlockScaleRule
 from vllm_quads.plugin import compat
@@ -61,6 +61,9 @@ class LayerRuntime(nn.Module):
         self.loader = loader
         self.specs = {s.name: s for s in sites}
         self.states: dict[str, SiteState] = {}
+        """Channel sets and centring vectors of each site (the buffers)."""
+        self.active: dict[str, SiteState] = {}
+        """What the contract lets take effect of them."""
         self.statistics: dict[str, SiteStatistics] = {}
         self.collecting = False
         self._derived_from: tuple[int, int] | None = None
@@ -72,7 +75,7 @@ class LayerRuntime(nn.Module):
             for suffix, buffer in (("center", center), ("blocks", blocks)):
                 buffer.weight_loader_numel = 0  # type: ignore[attr-defined]  # nothing to load, says vLLM's reload
                 self.register_buffer(f"{s.key}_{suffix}", buffer, persistent=False)
-            self._refresh_state(s)
+        self.state_changed()
 
     @property
     def layer(self) -> Any:
@@ -95,7 +98,6 @@ class LayerRuntime(nn.Module):
             if state is None:
                 getattr(self, f"{spec.key}_center").zero_()
                 getattr(self, f"{spec.key}_blocks").zero_()
-                self._refresh_state(spec)
                 continue
             if state.center.numel() != spec.full_k or state.blocks.shape[0] != spec.full_groups:
                 raise CheckpointError(
@@ -107,12 +109,20 @@ class LayerRuntime(nn.Module):
             start = spec.k_start // BLOCK_SIZE
             getattr(self, f"{spec.key}_center").copy_(state.center[spec.k_start : spec.k_start + spec.k])
             getattr(self, f"{spec.key}_blocks").copy_(blocks[:, start : start + spec.k // BLOCK_SIZE])
-            self._refresh_state(spec)
+        self.state_changed()
+
+    def state_changed(self) -> None:
+        """The buffers or the contract have changed: what is multiplied with has to follow."""
+        contract = self.contract
+        for name, spec in self.specs.items():
+            center, blocks = getattr(self, f"{spec.key}_center"), getattr(self, f"{spec.key}_blocks")
+            self.states[name] = SiteState(center, blocks)
+            self.active[name] = SiteState(
+                torch.zeros_like(center) if contract.activation.centering is Centering.NONE else center,
+                blocks if uses_blocks(contract) else torch.zeros_like(blocks),
+            )
         self._state_version += 1
         self.settle_for_graphs()
-
-    def _refresh_state(self, spec: SiteSpec) -> None:
-        self.states[spec.name] = SiteState(getattr(self, f"{spec.key}_center"), getattr(self, f"{spec.key}_blocks"))
 
     # -- statistics ----------------------------------------------------------------------------------------------
 
@@ -183,12 +193,12 @@ class ExpertsRuntime(LayerRuntime):
         )
 
     def _prepare(self) -> None:
-        w13, w2 = self.states[self.w13.name], self.states[self.w2.name]
+        w13, w2 = self.active[self.w13.name], self.active[self.w2.name]
         self.backend.prepare(self._packed("w13"), self._packed("w2"), w13, w2)
 
     def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """MoE output [M, H] of x [M, H] with global expert ids [M, k] (negative: nobody's)."""
-        layer, w13, w2 = self.layer, self.states[self.w13.name], self.states[self.w2.name]
+        layer, w13, w2 = self.layer, self.active[self.w13.name], self.active[self.w2.name]
         self.settle()
         if layer.expert_map is not None:
             local = layer.expert_map[topk_ids.clamp(min=0).to(torch.int64)].to(torch.int64)
@@ -244,11 +254,11 @@ class LinearRuntime(LayerRuntime):
         return [self.loader.packed(m) for m in self.loader.matrices]
 
     def _prepare(self) -> None:
-        self.backend.prepare(self._parts(), self.states[self.site.name])
+        self.backend.prepare(self._parts(), self.active[self.site.name])
 
     def forward(self, x: Tensor) -> Tensor:
         """y [..., N] = x [..., K] times the local weight, without bias."""
-        state = self.states[self.site.name]
+        state = self.active[self.site.name]
         self.settle()
         flat = x.reshape(-1, x.shape[-1])
         y = self.backend.forward(
