@@ -80,7 +80,7 @@ def run(out: Path, keep_server: bool) -> None:
                 console.print(f"      [bold]Q:[/] {question}\n      [bold]A:[/] {ask(port, question)}")
         with step(5, "measuring the log-prob gap of trainer x rollout pairs: quads gap"):
             command(
-                [str(BIN / "quads"), "gap", str(source), "--out", str(out)],
+                [str(BIN / "quads"), "gap", str(source), "--arms", "quick", "--out", str(out)],
                 "the gap experiment failed",
             )
     finally:
@@ -110,6 +110,7 @@ def free_port() -> int:
 def start_server(model: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
     """Start `vllm serve` and wait until it answers."""
     arguments = [str(BIN / "vllm"), "serve", str(model), "--quantization", "quads", "--port", str(port)]
+    arguments += ["--enforce-eager"]  # compiling takes longer than this demo talks to the server
     arguments += ["--host", "127.0.0.1", "--max-model-len", "1024", "--served-model-name", "smollm2-moe"]
     with log.open("wb") as sink:
         server = subprocess.Popen(arguments, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)

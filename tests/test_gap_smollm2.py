@@ -68,6 +68,6 @@ def test_the_report_can_be_kept(report: GapReport, tmp_path) -> None:
     """gap.json holds every pair with the share removed, and gap.png is a picture."""
     data, picture = report.save(tmp_path)
     rows = json.loads(data.read_text())["rows"]
-    assert len(rows) == 2 * 9
+    assert len(rows) == 2 * 10
     assert all("removed" in r for r in rows if r["trainer"] == "QAT" and r["rollout"] != "BF16")
     assert picture.read_bytes().startswith(b"\x89PNG")

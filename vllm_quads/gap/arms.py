@@ -49,7 +49,18 @@ ROWS_DECODE = _arm("RAC rows, decode only", "auto")
 ROWS = _arm("RAC rows (100 %)", "rows")
 DEFAULT = RolloutArm("default contract", Contract(), True)
 
-QUICK = (BF16, W4A16, W4A4, CENTERING, FOUR_OVER_SIX, RAC_25_FREE, RAC_50_FREE, ROWS_DECODE, ROWS)
+QUICK = (
+    BF16,
+    W4A16,
+    W4A4,
+    CENTERING,
+    FOUR_OVER_SIX,
+    RAC_10_FREE,
+    RAC_25_FREE,
+    RAC_50_FREE,
+    ROWS_DECODE,
+    ROWS,
+)
 """The arms that the test suite holds to their promises."""
 FULL = (
     BF16,
