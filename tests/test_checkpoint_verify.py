@@ -83,7 +83,7 @@ def test_scale_of_the_other_format(copy: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize(
     ("suffix", "change", "message"),
     [
-        ("weight", lambda t: t.view(torch.int8), "weight: is I8, expected U8"),
+        ("weight", lambda t: t.view(torch.int8), r"weight: is I8 \[48, 16\], expected U8"),
         ("weight", lambda t: t.unsqueeze(0), r"weight: packed codes have shape \[1, 48, 16\], expected \[N, K/2\]"),
         ("weight", lambda t: t[:, :12].contiguous(), "weight: K = 24 is not a multiple of 16"),
         ("weight", lambda t: t[:-1].contiguous(), r"weight_scale: has shape \[48, 2\], expected \[47, 2\]"),

@@ -81,7 +81,7 @@ def test_incomplete_export_does_not_appear(tmp_path: Path) -> None:
     """An export that forgot an expert fails in `finish`; nothing is at the destination."""
     config, _ = models.family("qwen3")
     packed = PackedTensor.quantize(torch.ones(16, 32))
-    with CheckpointWriter(tmp_path / "x", config=config) as writer:
+    with CheckpointWriter(tmp_path / "x", config=config | {"num_hidden_layers": 1}) as writer:
         writer.add_packed("model.layers.0.mlp.experts.0.up_proj", packed)
         with pytest.raises(CheckpointError, match="is missing"):
             writer.finish()

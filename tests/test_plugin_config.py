@@ -120,7 +120,7 @@ def test_weight_only_groups_and_bad_expressions() -> None:
     [
         ({"compensation": {"ratoi": 0.1}}, r"compensation.ratoi: unknown option"),
         ({"compensation": {"ratio": 2}}, r"compensation.ratio: is 2"),
-        ({"targets": ["lm_head"]}, r"lm_head: QUADS does not quantize a lm_head"),
+        ({"targets": ["lm_head"]}, r"lm_head: QUADS does not quantize an lm_head"),
         ({"targets": ["*"]}, r"QUADS does not quantize a"),
         ({"targets": ["*.mlp.gate", "*.experts.*"]}, r"mlp.gate: QUADS does not quantize a router"),
         ({"targets": ["*.nothing"]}, r"select no weight of this model"),

@@ -24,10 +24,17 @@ _TRANSPOSED = {"gpt_oss", "llama4", "llama4_text"}
 
 def disk_name(name: str, config: Mapping[str, Any]) -> str:
     """The on-disk spelling of a tensor or module name; names that are already spelled so stay as they are."""
-    if config.get("model_type") in _BLOCK_SPARSE:
+    if str(config.get("model_type")) in _BLOCK_SPARSE:
         name = _EXPERT.sub(lambda m: f".block_sparse_moe.experts.{m[1]}.{_PARTS[m[2]]}", name)
         name = _ROUTER.sub(".block_sparse_moe.gate", name)
     return name
+
+
+def config_value(config: Mapping[str, Any], key: str) -> Any:
+    """A value of config.json, or of its `text_config` (multimodal models); None if neither has it."""
+    text = config.get("text_config")
+    nested = text.get(key) if isinstance(text, Mapping) else None
+    return config[key] if config.get(key) is not None else nested
 
 
 def is_stack(name: str, dims: int) -> bool:
@@ -37,10 +44,12 @@ def is_stack(name: str, dims: int) -> bool:
 
 def check_stack(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> None:
     """Raise FormatError for a fused stack that is not [E, 2I, H] (gate rows first) or [E, H, I]."""
-    hidden = config.get("hidden_size")
+    hidden = config_value(config, "hidden_size")
     gate_up = canonical_name(name).endswith(".gate_up_proj")
     axis = 2 if gate_up else 1
-    if config.get("model_type") in _TRANSPOSED or (hidden is not None and shape[axis] != hidden):
+    if hidden is None:
+        raise FormatError(f"{name}: config.json names no hidden_size, so the axes of the fused experts cannot be told")
+    if str(config.get("model_type")) in _TRANSPOSED or 0 in shape or shape[axis] != hidden:
         raise FormatError(
             f"{name}: the fused experts have shape {list(shape)} (model_type {config.get('model_type')!r}), expected "
             f"{'[E, 2I, H]' if gate_up else '[E, H, I]'} with H = {hidden}; save the model with one tensor per expert"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_quads.checkpoint.disk_names import is_stack
+from vllm_quads.checkpoint.disk_names import config_value, is_stack
 from vllm_quads.checkpoint.headers import FLOATING
 from vllm_quads.checkpoint.layouts import LAYOUTS, Format, Layout
 from vllm_quads.checkpoint.quant_configs import contract_of, read_quant_config
@@ -51,7 +51,7 @@ class CheckpointInfo:
     @property
     def tied_embeddings(self) -> bool:
         """True if lm_head is the embedding."""
-        return bool(self.config.get("tie_word_embeddings", False))
+        return bool(config_value(self.config, "tie_word_embeddings"))
 
 
 def detect(path: str | Path) -> CheckpointInfo:
@@ -79,7 +79,7 @@ def describe_reader(reader: CheckpointReader) -> CheckpointInfo:
             modules[canonical_name(module)] = module
         elif header.dtype in FLOATING and len(header.shape) == 2 and name.endswith(".weight"):
             weights[canonical_name(name)] = (header.shape[0], header.shape[1])
-        elif header.dtype in FLOATING and is_stack(name, len(header.shape)):
+        elif header.dtype in FLOATING and is_stack(name, len(header.shape)) and header.shape[0]:
             experts, rows, k = header.shape
             names = expand(name, experts)
             weights |= dict.fromkeys(names, (rows * experts // len(names), k))

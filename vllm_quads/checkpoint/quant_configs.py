@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,12 +40,12 @@ class QuantConfig:
 
 def read_quant_config(path: Path, config: Mapping[str, Any]) -> QuantConfig:
     """Read `quantization_config` and `hf_quant_config.json`. Raises CheckpointError for a scheme that is not NVFP4."""
-    data = config.get("quantization_config") or config.get("compression_config")
-    extra = read_json(path / HF_QUANT_CONFIG).get("quantization") if (path / HF_QUANT_CONFIG).exists() else None
+    stored = {key: _object(path, config.get(key), key) for key in ("quantization_config", "compression_config")}
+    data = stored["quantization_config"] or stored["compression_config"] or None
+    hf = read_json(path / HF_QUANT_CONFIG) if (path / HF_QUANT_CONFIG).exists() else {}
+    extra = _object(path, hf.get("quantization"), f"`quantization` of {HF_QUANT_CONFIG}") or None
     if data is None and extra is None:
         return QuantConfig(Format.BF16)
-    if data is not None and not isinstance(data, Mapping):
-        raise CheckpointError(f"{path}: quantization_config is {data!r}, expected an object")
     method = "modelopt" if data is None else str(data.get("quant_method", ""))
     if method == QUANT_METHOD:
         contract = Contract.from_dict(data or {})
@@ -56,34 +57,63 @@ def read_quant_config(path: Path, config: Mapping[str, Any]) -> QuantConfig:
     raise CheckpointError(f"{path}: quant_method is {method!r}, which is not NVFP4; {_READS}")
 
 
+def _object(path: Path, value: Any, what: str) -> Mapping[str, Any]:
+    """A JSON object, empty for null."""
+    if value is not None and not isinstance(value, Mapping):
+        raise CheckpointError(f"{path}: {what} is {value!r}, expected an object; restore the file")
+    return value or {}
+
+
+def _patterns(path: Path, value: Any, what: str) -> tuple[str, ...]:
+    """A list of module patterns, empty for null."""
+    if value is not None and not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
+        raise CheckpointError(f"{path}: {what} is {value!r}, expected a list of module patterns; restore the file")
+    for pattern in value or ():
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as e:
+            raise CheckpointError(f"{path}: {what} holds {pattern!r}, which is no regular expression ({e})") from e
+    return tuple(value or ())
+
+
+def _groups(path: Path, source: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    groups = _object(path, source.get("config_groups"), "config_groups")
+    return {name: _object(path, group, f"config_groups.{name}") for name, group in groups.items()}
+
+
+def _weight_args(path: Path, name: str, group: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _object(path, group.get("weights"), f"config_groups.{name}.weights")
+
+
 def _modelopt(path: Path, sources: list[Mapping[str, Any]]) -> QuantConfig:
     schemes, ignore = set(), set()
     for source in sources:
         algo = source.get("quant_algo")
         if algo not in ("NVFP4", "W4A16_NVFP4"):
             raise CheckpointError(f"{path}: ModelOpt quant_algo is {algo!r}, expected NVFP4 or W4A16_NVFP4; {_READS}")
-        groups = source.get("config_groups") or {}
-        sizes = [source.get("group_size"), *((g.get("weights") or {}).get("group_size") for g in groups.values())]
+        groups = _groups(path, source)
+        sizes = [source.get("group_size"), *(_weight_args(path, n, g).get("group_size") for n, g in groups.items())]
         for size in sizes:
             if size not in (None, BLOCK_SIZE):
                 raise CheckpointError(f"{path}: group_size is {size}, expected {BLOCK_SIZE} for NVFP4")
         weight_only = bool(groups) and all(g.get("input_activations") is None for g in groups.values())
         schemes.add(Scheme.W4A16 if algo == "W4A16_NVFP4" or weight_only else Scheme.W4A4)
-        ignore |= {*(source.get("exclude_modules") or ()), *(source.get("ignore") or ())}
+        for key in ("exclude_modules", "ignore"):
+            ignore |= {*_patterns(path, source.get(key), key)}
     if len(schemes) > 1:
         raise CheckpointError(f"{path}: config.json and {HF_QUANT_CONFIG} name different schemes; remove the stale one")
     return QuantConfig(Format.MODELOPT, schemes.pop(), tuple(sorted(ignore)))
 
 
 def _compressed_tensors(path: Path, data: Mapping[str, Any]) -> QuantConfig:
-    groups = data.get("config_groups") or {}
+    groups = _groups(path, data)
     if not groups:
         raise CheckpointError(f"{path}: compressed-tensors quantization_config has no config_groups; {_READS}")
     schemes = set()
     targets: list[str] = []
     for name, group in groups.items():
-        targets += group.get("targets") or (LINEAR,)
-        weights, style = group.get("weights") or {}, group.get("format") or data.get("format")
+        targets += _patterns(path, group.get("targets"), f"config_groups.{name}.targets") or (LINEAR,)
+        weights, style = _weight_args(path, name, group), group.get("format") or data.get("format")
         found = (style, weights.get("num_bits"), weights.get("type"), weights.get("group_size"))
         if found != (CT_FORMAT, 4, "float", BLOCK_SIZE):
             raise CheckpointError(
@@ -93,7 +123,9 @@ def _compressed_tensors(path: Path, data: Mapping[str, Any]) -> QuantConfig:
         schemes.add(Scheme.W4A16 if group.get("input_activations") is None else Scheme.W4A4)
     if len(schemes) > 1:
         raise CheckpointError(f"{path}: config_groups mix W4A4 and W4A16; QUADS needs one scheme for all layers")
-    return QuantConfig(Format.COMPRESSED_TENSORS, schemes.pop(), tuple(data.get("ignore") or ()), tuple(targets))
+    return QuantConfig(
+        Format.COMPRESSED_TENSORS, schemes.pop(), _patterns(path, data.get("ignore"), "ignore"), tuple(targets)
+    )
 
 
 def contract_of(scheme: Scheme, weights: Iterable[str], quantized: QuantizedSet) -> Contract:

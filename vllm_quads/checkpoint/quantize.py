@@ -153,6 +153,11 @@ class _Sources:
         """Canonical names of the matrices that a source tensor holds."""
         return self._members.get(name, [])
 
+    def disk_name(self, canonical: str) -> str:
+        """Module name of a matrix as the source spells it; canonical for a part of a stack."""
+        name = self._tensor[canonical]
+        return canonical if is_stack(name, len(self._reader.headers[name].shape)) else name.removesuffix(".weight")
+
     def matrix(self, canonical: str) -> Tensor:
         """One matrix [N, K]; the stack that it comes from stays mapped until the next one."""
         name = self._tensor[canonical]
@@ -181,12 +186,12 @@ def _convert(
         if next(iter(members)) not in scales:
             for member, weight in members.items():
                 _check_finite(member, weight)
-                writer.add(f"{member}.weight", weight)
+                writer.add(f"{sources.disk_name(member)}.weight", weight)
             continue
         amax = torch.stack([weight_amax(w, m) for m, w in members.items()]).amax()
         for member, weight in members.items():
             packed = PackedTensor.quantize(weight, amax=amax, name=member)
-            writer.add_packed(member, packed, input_scale=scales[member])
+            writer.add_packed(sources.disk_name(member), packed, input_scale=scales[member])
 
 
 def _check_finite(name: str, tensor: Tensor) -> None:

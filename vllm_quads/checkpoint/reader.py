@@ -46,11 +46,16 @@ class CheckpointReader:
                 [SINGLE] if (self.path / SINGLE).exists() else sorted(p.name for p in self.path.glob("*.safetensors"))
             )
             if not files:
-                raise CheckpointError(f"{self.path}: holds no safetensors file; convert the weights to safetensors")
+                raise CheckpointError(f"{self.path}: holds no safetensors file{_other_weights(self.path)}")
             return _merge(self.path, files)
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise CheckpointError(f"{index}: has no weight_map; write the checkpoint again")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise CheckpointError(
+                    f"{index}: lists {name} in {file!r}, expected the name of a file beside the index"
+                )
         headers = _merge(self.path, sorted(set(weight_map.values())))
         for name, file in weight_map.items():
             if name not in headers:
@@ -108,6 +113,18 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: holds {type(data).__name__}, expected a JSON object")
     return data
+
+
+def _other_weights(path: Path) -> str:
+    found = next(
+        (p.name for suffix in ("bin", "pt", "pth", "gguf", "h5") for p in sorted(path.glob(f"*.{suffix}"))), None
+    )
+    if found is None:
+        return "; download the weights, or name the directory that has them"
+    return (
+        f", only {found}; convert it, for example with transformers: "
+        f"AutoModelForCausalLM.from_pretrained({str(path)!r}, dtype='auto').save_pretrained(...)"
+    )
 
 
 def _merge(path: Path, files: list[str]) -> dict[str, TensorHeader]:

@@ -7,24 +7,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_quads.checkpoint.disk_names import disk_name
-from vllm_quads.checkpoint.headers import FLOATING
 from vllm_quads.checkpoint.info import CheckpointInfo, describe_reader
 from vllm_quads.checkpoint.layouts import SCALE_SUFFIXES, Format
 from vllm_quads.checkpoint.patterns import excludes
 from vllm_quads.checkpoint.quant_configs import LINEAR
 from vllm_quads.checkpoint.reader import CheckpointReader
+from vllm_quads.checkpoint.structure import structure_problems
 from vllm_quads.nvfp4.errors import CheckpointError, MismatchError, QuadsError
-from vllm_quads.nvfp4.names import Kind, expert_index, kind_of
-
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+from vllm_quads.nvfp4.names import Kind, kind_of
 
 
 def verify_headers(path: str | Path) -> CheckpointInfo:
     """Check a checkpoint by its headers and return what it holds.
 
     Raises CheckpointError (or ContractError) for the first problem: a missing or truncated shard, a missing or extra
-    scale tensor, a wrong dtype or shape, a K that is not a multiple of 16, a missing expert, or packed tensors that
-    are not those of the contract or ignore list.
+    scale tensor, a wrong dtype or shape, a K that is not a multiple of 16, a missing layer or expert, or packed
+    tensors that are not those of the contract or ignore list.
     """
     with CheckpointReader(path) as reader:
         info = describe_reader(reader)
@@ -36,12 +34,12 @@ def verify_headers(path: str | Path) -> CheckpointInfo:
 def header_problems(reader: CheckpointReader, info: CheckpointInfo) -> Iterator[QuadsError]:
     """Every problem that headers show, most basic first."""
     if info.format is Format.BF16:
-        yield from _missing_experts(info)
+        yield from structure_problems(reader, info)
         yield from (_extra(name) for name in reader.headers if name.endswith(_dotted(SCALE_SUFFIXES)))
         return
     layout = info.layout
     yield from _tensor_problems(reader, info)
-    yield from _missing_experts(info)
+    yield from structure_problems(reader, info)
     owned = {f"{m}.{s}" for m in info.modules.values() for s in layout.scales}
     yield from (_extra(n) for n in reader.headers if n.endswith(_dotted(SCALE_SUFFIXES)) and n not in owned)
     yield from _set_problems(info)
@@ -65,29 +63,8 @@ def _tensor_problems(reader: CheckpointReader, info: CheckpointInfo) -> Iterator
         except CheckpointError as e:
             yield e
     for name, header in reader.headers.items():
-        if name.endswith("." + info.layout.codes) and header.dtype not in (*FLOATING, "U8"):
-            yield CheckpointError(f"{name}: is {header.dtype}, expected U8 (packed) or a floating dtype")
-        elif name.endswith("." + info.layout.codes) and header.dtype == "U8" and len(header.shape) != 2:
+        if name.endswith("." + info.layout.codes) and header.dtype == "U8" and len(header.shape) != 2:
             yield CheckpointError(f"{name}: packed codes have shape {list(header.shape)}, expected [N, K/2]")
-
-
-def _missing_experts(info: CheckpointInfo) -> Iterator[QuadsError]:
-    """Experts that config.json promises and no shard holds; every layer that has experts must have all of them."""
-    count = next((info.config[key] for key in _EXPERT_COUNTS if isinstance(info.config.get(key), int)), None)
-    if count is None:
-        return
-    blocks: dict[str, set[str]] = {}
-    for name in info.weights:
-        if expert_index(name) is not None:
-            block, _, rest = name.partition(".experts.")
-            blocks.setdefault(block, set()).add(rest)
-    for block, present in blocks.items():
-        expected = {f"{e}.{part}" for e in range(count) for part in ("gate_proj", "up_proj", "down_proj")}
-        for rest in sorted(expected - present)[:1]:
-            yield CheckpointError(
-                f"{block}.experts.{rest}: is missing ({len(expected - present)} of {len(expected)} expert matrices of "
-                f"this layer are); the checkpoint is incomplete"
-            )
 
 
 def _set_problems(info: CheckpointInfo) -> Iterator[QuadsError]:

@@ -19,7 +19,16 @@ from typing import Any, TypeVar
 
 from vllm_quads.nvfp4.errors import ContractError, MismatchError
 from vllm_quads.nvfp4.formats import BLOCK_SIZE
-from vllm_quads.nvfp4.names import Kind, canonical_name, group_members, kind_of, layer_index, scale_group
+from vllm_quads.nvfp4.names import (
+    Kind,
+    canonical_name,
+    expand,
+    group_members,
+    is_expert_stack,
+    kind_of,
+    layer_index,
+    scale_group,
+)
 from vllm_quads.nvfp4.reference import BlockScaleRule
 
 QUANT_METHOD = "quads"
@@ -147,7 +156,7 @@ class Contract:
         if method != QUANT_METHOD:
             raise ContractError(f"quant_method: is {method!r}, expected {QUANT_METHOD!r}")
         version = data.pop("version", CONTRACT_VERSION)
-        if version != CONTRACT_VERSION:
+        if version != CONTRACT_VERSION or isinstance(version, bool):
             raise ContractError(
                 f"version: this contract has version {version!r}, this release reads version {CONTRACT_VERSION}; "
                 f"install a matching vllm-quads or write the checkpoint again"
@@ -191,15 +200,19 @@ class Contract:
             if not any(fnmatch.fnmatchcase(n, pattern) for n in weights):
                 warnings.warn(
                     f"ignore: pattern {pattern!r} matches no weight of this model; "
-                    f"names look like {next(iter(weights), '(none)')!r}",
+                    f"names look like {_example(weights)!r}",
                     stacklevel=2,
                 )
         if not chosen:
             moe = any(kind_of(n) is Kind.EXPERT for n in weights)
             why = "" if moe else " The model has no routed experts: name its linears, for example '*.mlp.*_proj'."
+            if any(_matches(n, self.targets) and not _matches(n, self.ignore) for n in weights):
+                why = f" keep_first_layers and keep_last_layers keep all of its {num_layers} layers."
+            elif any(_matches(n, self.targets) for n in weights):
+                why = " `ignore` excludes all that they match."
             raise ContractError(
                 f"targets: {list(self.targets)} select no weight of this model "
-                f"(names look like {next(iter(weights), '(none)')!r}).{why}"
+                f"(names look like {_example(weights)!r}).{why}"
             )
         for name in chosen:
             for sibling in group_members(scale_group(name)):
@@ -218,10 +231,17 @@ class Contract:
             Kind.LM_HEAD: "its error goes straight into the log-probs, and it may be tied to the embedding",
             Kind.EMBEDDING: "it is a table that no GEMM multiplies with",
         }
+        article = "a" if kind is Kind.ROUTER else "an"
         if kind in reasons:
             raise ContractError(
-                f"{name}: QUADS does not quantize a {kind.value} ({reasons[kind]}); "
+                f"{name}: QUADS does not quantize {article} {kind.value} ({reasons[kind]}); "
                 f"narrow `targets` or add it to `ignore`"
+            )
+        parts = expand(name) if not is_expert_stack(name) else [name]
+        if parts != [name]:
+            raise ContractError(
+                f"{name}: is {', '.join(p.rpartition('.')[2] for p in parts)} fused into one weight, which QUADS does "
+                f"not quantize; save the model with one weight per projection, or add it to `ignore`"
             )
         if k % BLOCK_SIZE:
             raise ContractError(
@@ -268,6 +288,11 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, p) for p in patterns)
 
 
+def _example(weights: Mapping[str, tuple[int, int]]) -> str:
+    """A name to show: of a weight that can be quantized, if there is one."""
+    return next((n for n in weights if kind_of(n) in (Kind.EXPERT, Kind.LINEAR)), next(iter(weights), "(none)"))
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
@@ -297,7 +322,7 @@ def _deep_merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, 
 def _parse(cls: type[_T], data: Any, path: str) -> _T:
     """Build a dataclass from plain data; every error names the option by its dotted path."""
     if not isinstance(data, Mapping):
-        raise ContractError(f"{path or 'contract'}: is {data!r}, expected an object")
+        raise ContractError(f"{path.rstrip('.') or 'contract'}: is {data!r}, expected an object")
     known = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     kwargs: dict[str, Any] = {}
     for key, value in data.items():
@@ -323,5 +348,7 @@ def _parse_value(spec: dataclasses.Field[Any], value: Any, where: str) -> Any:
             raise ContractError(f"{where}: is {value!r}, expected a list of patterns")
         return tuple(value)
     if isinstance(value, bool) or not isinstance(value, (int, float) if isinstance(default, float) else int):
-        raise ContractError(f"{where}: is {value!r}, expected a {type(default).__name__}")
+        raise ContractError(
+            f"{where}: is {value!r}, expected {'an integer' if isinstance(default, int) else 'a number'}"
+        )
     return type(default)(value)
