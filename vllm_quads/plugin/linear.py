@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from vllm_quads.nvfp4 import BLOCK_SIZE, CheckpointError, ContractError, scale_group
 from vllm_quads.plugin import compat
+from vllm_quads.plugin.host import LayerHost
 from vllm_quads.plugin.loading import Matrix, Role, add_parameters
 from vllm_quads.plugin.ops import register_ops
 from vllm_quads.plugin.runtime import LinearRuntime, SiteSpec
-
-if TYPE_CHECKING:
-    from vllm_quads.plugin.config import QuadsConfig
 
 _QKV = {"q": 0, "k": 1, "v": 2}
 
@@ -30,7 +28,7 @@ class QuadsLinearMethod(LinearMethodBase):
     float32 [P] (decode), `input_scale` float32 [P].
     """
 
-    def __init__(self, config: QuadsConfig, prefix: str, parts: list[str]) -> None:
+    def __init__(self, config: LayerHost, prefix: str, parts: list[str]) -> None:
         register_ops()
         self.config = config
         self.key = f"quads.{prefix}"
@@ -122,7 +120,7 @@ class DenseLinearMethod(UnquantizedLinearMethod):
     stay as they are, and every way to refit works.
     """
 
-    def __init__(self, config: QuadsConfig | None = None) -> None:
+    def __init__(self, config: LayerHost | None = None) -> None:
         super().__init__()
         self._config = config
 
@@ -142,7 +140,7 @@ class DenseLinearMethod(UnquantizedLinearMethod):
 class DenseEmbeddingMethod(UnquantizedEmbeddingMethod):
     """Embedding or lm_head in BF16; on a CPU without vLLM's repacked copy, which a refit would leave stale."""
 
-    def __init__(self, config: QuadsConfig) -> None:
+    def __init__(self, config: LayerHost) -> None:
         super().__init__()
         self._config = config
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,10 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
 from vllm_quads.nvfp4 import BLOCK_SIZE, ContractError, canonical_name
 from vllm_quads.plugin import compat
+from vllm_quads.plugin.host import LayerHost
 from vllm_quads.plugin.loading import Matrix, Role, add_parameters
 from vllm_quads.plugin.ops import register_ops
 from vllm_quads.plugin.runtime import ExpertsRuntime, SiteSpec
-
-if TYPE_CHECKING:
-    from vllm_quads.plugin.config import QuadsConfig
 
 
 class QuadsMoEMethod(FusedMoEMethodBase):
@@ -27,7 +25,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
     the same for w2 with [E, H, I/2], [E, H, I/16], [E], [E].
     """
 
-    def __init__(self, config: QuadsConfig, prefix: str, layer: Any) -> None:
+    def __init__(self, config: LayerHost, prefix: str, layer: Any) -> None:
         super().__init__(layer.moe_config)
         _refuse_unsupported(layer, prefix)
         register_ops()

@@ -8,7 +8,7 @@ Staging keeps copies, so serving weights do not change until `commit`, and the t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ def config_of(model: nn.Module) -> QuadsConfig:
     """The quads config of a loaded model. Raises RefitError if the model was not loaded with quantization="quads"."""
     for module in model.modules():
         if isinstance(module, LayerRuntime):
-            return module.config
+            return cast(QuadsConfig, module.config)
     raise RefitError(
         'the engine was not started with quantization="quads"; start it with LLM(model, quantization="quads")'
     )
@@ -126,13 +126,15 @@ class StagedRefit:
             refresh_compensation(self._config, sensitivities)
             if sensitivities:
                 self._config.sensitivities = sensitivities
-        except Exception as e:
+        except BaseException as e:  # also an interrupt must not leave half of the weights swapped
             with torch.no_grad():
                 for param, old in undo:
                     param.data.copy_(old)
             for runtime in self._config.runtimes.values():
                 runtime.loader.forget_partial()
             self._config.set_compensation(state)
+            if not isinstance(e, Exception):
+                raise
             if isinstance(e, RefitError):
                 raise RefitError(f"{e}; the previous weights keep serving") from e
             kind = "" if isinstance(e, QuadsError) else f"{type(e).__name__}: "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,8 @@ from vllm_quads.nvfp4.formats import E4M3_MAX
 from vllm_quads.nvfp4.reference import FOUR_OVER_SIX_E4M3_MAX, BlockScaleRule
 from vllm_quads.plugin import compat
 from vllm_quads.plugin.backends import TorchLinear, make_experts_backend
+from vllm_quads.plugin.host import LayerHost
 from vllm_quads.plugin.loading import PackedLoader
-
-if TYPE_CHECKING:
-    from vllm_quads.plugin.config import QuadsConfig
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class LayerRuntime(nn.Module):
 
     _layer: weakref.ref[nn.Module]
 
-    def __init__(self, config: QuadsConfig, layer: Any, loader: PackedLoader, sites: list[SiteSpec]) -> None:
+    def __init__(self, config: LayerHost, layer: Any, loader: PackedLoader, sites: list[SiteSpec]) -> None:
         super().__init__()
         object.__setattr__(self, "_layer", weakref.ref(layer))  # not a child: the layer owns this module
         self.config = config
@@ -178,7 +176,7 @@ class LayerRuntime(nn.Module):
 class ExpertsRuntime(LayerRuntime):
     """Runtime of a MoE layer: sites `<name>.w13` and `<name>.w2`."""
 
-    def __init__(self, config: QuadsConfig, layer: Any, loader: PackedLoader, w13: SiteSpec, w2: SiteSpec) -> None:
+    def __init__(self, config: LayerHost, layer: Any, loader: PackedLoader, w13: SiteSpec, w2: SiteSpec) -> None:
         super().__init__(config, layer, loader, [w13, w2])
         self.w13, self.w2 = w13, w2
         self.backend = make_experts_backend(torch.get_default_device())
@@ -245,7 +243,7 @@ class ExpertsRuntime(LayerRuntime):
 class LinearRuntime(LayerRuntime):
     """Runtime of a dense linear: one site, named after its scale group."""
 
-    def __init__(self, config: QuadsConfig, layer: Any, loader: PackedLoader, site: SiteSpec) -> None:
+    def __init__(self, config: LayerHost, layer: Any, loader: PackedLoader, site: SiteSpec) -> None:
         super().__init__(config, layer, loader, [site])
         self.site = site
         self.backend = TorchLinear()
