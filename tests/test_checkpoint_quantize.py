@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import checkpoint_models as models
@@ -335,22 +337,78 @@ def test_two_writers_do_not_share_a_directory(tmp_path: Path) -> None:
 
 
 def test_existing_destination(tmp_path: Path) -> None:
-    """A directory with files is not touched unless told to; replacing is one step."""
+    """A checkpoint is not touched unless told to, anything else never; replacing is one step."""
     src = models.make(tmp_path / "src")
     (tmp_path / "dst").mkdir()
     (tmp_path / "dst" / "precious").write_text("x")
     with pytest.raises(CheckpointError, match="exists and is not empty"):
         quantize_checkpoint(src, tmp_path / "dst")
     assert (tmp_path / "dst" / "precious").exists()
+    with pytest.raises(CheckpointError, match="holds no config.json, so it is no checkpoint and is not overwritten"):
+        quantize_checkpoint(src, tmp_path / "dst", overwrite=True)
+    assert (tmp_path / "dst" / "precious").exists()
+    (tmp_path / "dst" / "config.json").write_text("{}")
     quantize_checkpoint(src, tmp_path / "dst", overwrite=True)
     assert not (tmp_path / "dst" / "precious").exists()
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="file: is a file; choose a directory"):
+        quantize_checkpoint(src, tmp_path / "file", overwrite=True)
+    assert (tmp_path / "file").read_text() == "x"
     assert not list(tmp_path.glob(".*"))
     with pytest.raises(CheckpointError, match="is the source itself"):
         quantize_checkpoint(src, src, overwrite=True)
+    with pytest.raises(CheckpointError, match="holds the source"):
+        quantize_checkpoint(src, tmp_path, overwrite=True)
+    assert inspect_checkpoint(src).ok
     (tmp_path / "dst").rename(tmp_path / ".dst.replaced")  # what a kill between the two renames leaves
     with pytest.raises(CheckpointError, match="exists and is not empty"):
         quantize_checkpoint(src, tmp_path / "dst")
     assert inspect_checkpoint(tmp_path / "dst").ok
+
+
+def test_destination_behind_a_link(tmp_path: Path) -> None:
+    """What the link points at is written and replaced; the link stays."""
+    src = models.make(tmp_path / "src")
+    (tmp_path / "link").symlink_to("disk")
+    for overwrite in (False, True):
+        quantize_checkpoint(src, tmp_path / "link", overwrite=overwrite)
+        assert (tmp_path / "link").is_symlink()
+        assert inspect_checkpoint(tmp_path / "disk").ok
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_snapshot_of_links(tmp_path: Path) -> None:
+    """A hub's snapshot directory is read through its links and copied as files; a link to nothing is an error."""
+    src, snapshot = models.make(tmp_path / "src"), tmp_path / "snapshot"
+    snapshot.mkdir()
+    for path in src.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    (src / "additional_chat_templates").mkdir()
+    (src / "additional_chat_templates" / "tool.jinja").write_text("{{ x }}")
+    (snapshot / "additional_chat_templates").symlink_to(src / "additional_chat_templates")
+    quantize_checkpoint(snapshot, tmp_path / "dst")
+    assert not any(p.is_symlink() for p in (tmp_path / "dst").iterdir())
+    assert (tmp_path / "dst" / "additional_chat_templates" / "tool.jinja").read_text() == "{{ x }}"
+    (src / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="tokenizer.json: is a link to nothing"):
+        quantize_checkpoint(snapshot, tmp_path / "dst2")
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    """A file system that takes no more bytes: one error with the reason, nothing left behind."""
+    src = models.make(tmp_path / "src")
+    code = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"
+        "from vllm_quads.cli.app import app\n"
+        f"app(['quantize', {str(src)!r}, {str(tmp_path / 'dst')!r}, '--json'])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 1, run.stderr
+    assert "Traceback" not in run.stderr
+    assert "dst: cannot be written (" in json.loads(run.stdout)["error"]["message"]
+    assert [p.name for p in tmp_path.iterdir()] == ["src"]
 
 
 def test_what_was_written_is_verified_before_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from trainer_qat.payload import Item, Payload
 from trainer_qat.prepare import save_frozen
 from vllm_quads.checkpoint import CheckpointWriter, Format
+from vllm_quads.checkpoint.writer import writing
 from vllm_quads.compensation import CompensationState
 from vllm_quads.nvfp4 import Contract, ContractError, PackedTensor
 
@@ -73,13 +74,14 @@ def export_checkpoint(
     ) as writer:
         for item in payload.items():
             _add(writer, item)
-        generation = getattr(payload.model, "generation_config", None)
-        if generation is not None:
-            generation.save_pretrained(writer.directory)
-        save_frozen(model, writer.directory)
         files = tokenizer if isinstance(tokenizer, (str, Path)) else None
-        if tokenizer is not None and files is None:
-            tokenizer.save_pretrained(writer.directory)
+        with writing(writer.dst):
+            generation = getattr(payload.model, "generation_config", None)
+            if generation is not None:
+                generation.save_pretrained(writer.directory)
+            save_frozen(model, writer.directory)
+            if tokenizer is not None and files is None:
+                tokenizer.save_pretrained(writer.directory)
         path = writer.finish(copy_files_from=files, compensation=compensation)
         fingerprint = writer.fingerprint
     if payload.sharded:

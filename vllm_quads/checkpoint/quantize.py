@@ -83,8 +83,9 @@ def quantize_checkpoint(
     """
     start = time.perf_counter()
     contract = contract or Contract()
-    if Path(dst).resolve() == Path(src).resolve():
-        raise CheckpointError(f"{dst}: is the source itself; choose another directory")
+    if Path(src).resolve().is_relative_to(Path(dst).resolve()):
+        what = "is the source itself" if Path(dst).resolve() == Path(src).resolve() else f"holds the source {src}"
+        raise CheckpointError(f"{dst}: {what}; choose another directory")
     with CheckpointReader(src) as reader:
         info = describe_reader(reader)
         if info.format is not Format.BF16:

@@ -13,15 +13,17 @@ the same `dst` clears it and starts again.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -43,6 +45,8 @@ UNCALIBRATED_INPUT_SCALE = 1.0
 """input_scale (amax/2688) written for W4A4 in foreign formats without calibration: block scales alone carry the range,
 as in ModelOpt's recipes with a constant amax of 2688."""
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+CHAT_TEMPLATES = "additional_chat_templates"
+"""The one directory that transformers keeps tokenizer files in."""
 _OWN_FILES = (CONFIG, HF_QUANT_CONFIG)
 
 
@@ -67,13 +71,15 @@ class CheckpointWriter:
             contract: what the packed tensors are; Contract() if None.
             config: the model's config.json (decides on-disk names, written with `quantization_config` added).
             max_shard_bytes: a shard is written when this many bytes are collected; bounds the memory used.
-            overwrite: replace an existing `dst` at the end of `finish`.
+            overwrite: replace an existing checkpoint at `dst` at the end of `finish`. Anything else (a file, a
+                directory without config.json) is never removed.
 
         Raises:
-            CheckpointError: `dst` exists and is not empty, or another process is writing to it.
+            CheckpointError: `dst` is in the way, cannot be written, or another process is writing to it.
             ContractError: the format cannot store an option of the contract.
         """
         self.dst = Path(dst)
+        self._target = self.dst.resolve()  # what a link points at is replaced, not the link
         self.format = Format(format)
         if self.format is Format.BF16:
             raise CheckpointError("format: bf16 holds no packed weights; choose quads, modelopt or compressed-tensors")
@@ -82,13 +88,13 @@ class CheckpointWriter:
         self.config = dict(config)
         self._max = max_shard_bytes
         self._overwrite = overwrite
-        if self._replaced.exists() and not self.dst.exists():  # a run died between the two renames of `_publish`
-            self._replaced.rename(self.dst)
-        if self.dst.exists() and not overwrite and (not self.dst.is_dir() or any(self.dst.iterdir())):
-            raise CheckpointError(f"{self.dst}: exists and is not empty; choose another directory or remove it")
-        self.directory = self.dst.parent / f".{self.dst.name}.partial"
+        self.directory = self._target.parent / f".{self._target.name}.partial"
         """Where files are written until `finish`; add further files of the checkpoint here."""
-        self._lock = self._claim()
+        with writing(self.dst):
+            if self._replaced.exists() and not self._target.exists():  # a run died between the renames of `_publish`
+                self._replaced.rename(self._target)
+            self._check_target()
+            self._lock = self._claim()
         self._shard: dict[str, Tensor] = {}
         self._shard_bytes = 0
         self._files: list[list[str]] = []  # tensor names of each written shard
@@ -100,7 +106,25 @@ class CheckpointWriter:
 
     @property
     def _replaced(self) -> Path:
-        return self.dst.parent / f".{self.dst.name}.replaced"
+        return self._target.parent / f".{self._target.name}.replaced"
+
+    def _check_target(self) -> None:
+        if not self._target.exists():
+            return
+        if not self._target.is_dir():
+            raise CheckpointError(f"{self.dst}: is a file; choose a directory that does not exist yet")
+        if not any(self._target.iterdir()):
+            return
+        if not self._overwrite:
+            raise CheckpointError(
+                f"{self.dst}: exists and is not empty; choose another directory, or replace the checkpoint in it with "
+                f"`overwrite` (--overwrite)"
+            )
+        if not (self._target / CONFIG).is_file():
+            raise CheckpointError(
+                f"{self.dst}: is not empty and holds no {CONFIG}, so it is no checkpoint and is not overwritten; "
+                f"choose another directory or remove it yourself"
+            )
 
     def _claim(self) -> int:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -166,9 +190,10 @@ class CheckpointWriter:
     def _flush(self) -> None:
         if self._shard:
             path = self.directory / _shard_name(len(self._files))
-            save_file(self._shard, path, metadata={"format": "pt"})
-            os.chmod(path, 0o666 & ~_umask())  # the library makes files for the owner only
-            _sync(path)
+            with writing(self.dst):
+                save_file(self._shard, path, metadata={"format": "pt"})
+                os.chmod(path, 0o666 & ~_umask())  # the library makes files for the owner only
+                _sync(path)
             self._files.append(list(self._shard))
             self._total += self._shard_bytes
             self._shard, self._shard_bytes = {}, 0
@@ -187,18 +212,19 @@ class CheckpointWriter:
             compensation: state to store in `quads/compensation.safetensors`.
 
         Raises:
-            CheckpointError: what was written does not read back as what was added.
+            CheckpointError: the disk is full or not writable, or what was written does not read back as what was added.
         """
         self._flush()
-        if copy_files_from is not None:
-            _copy_side_files(Path(copy_files_from), self.directory)
-        self._write_index()
-        self._write_config(config_updates or {})
-        if compensation is not None:
-            _sync(compensation.save(self.directory))
-        self._verify()
-        _sync(self.directory)
-        self._publish()
+        with writing(self.dst):
+            if copy_files_from is not None:
+                _copy_side_files(Path(copy_files_from), self.directory)
+            self._write_index()
+            self._write_config(config_updates or {})
+            if compensation is not None:
+                _sync(compensation.save(self.directory))
+            self._verify()
+            _sync(self.directory)
+            self._publish()
         return self.dst
 
     def _write_index(self) -> None:
@@ -233,10 +259,16 @@ class CheckpointWriter:
     def _publish(self) -> None:
         old = self._replaced
         shutil.rmtree(old, ignore_errors=True)
-        if self.dst.exists() and self._overwrite:
-            self.dst.rename(old)
-        self.directory.rename(self.dst)
-        _sync(self.dst.parent)
+        self._check_target()  # the run took a while
+        if self._target.exists() and any(self._target.iterdir()):
+            self._target.rename(old)
+        try:
+            self.directory.rename(self._target)
+        except OSError:
+            if old.exists():
+                old.rename(self._target)
+            raise
+        _sync(self._target.parent)
         shutil.rmtree(old, ignore_errors=True)
         os.close(self._lock)
         self._lock = -1
@@ -256,6 +288,19 @@ class CheckpointWriter:
         self.abort()
 
 
+@contextlib.contextmanager
+def writing(dst: Path) -> Iterator[None]:
+    """Errors of the file system while a checkpoint is written, as CheckpointError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as e:
+        name = getattr(e, "filename", None)
+        reason = f"{getattr(e, 'strerror', None) or e}" + (f": {name}" if name else "")
+        raise CheckpointError(
+            f"{dst}: cannot be written ({reason}); free space, or choose a directory that you may write to"
+        ) from e
+
+
 def _shard_name(i: int) -> str:
     return f"shard-{i:05d}.safetensors"
 
@@ -268,11 +313,17 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 def _copy_side_files(src: Path, dst: Path) -> None:
     if not src.is_dir():
         raise CheckpointError(f"{src}: is not a directory, so no tokenizer or other files can be copied from it")
-    for path in sorted(src.iterdir()):
+    for path in sorted([*src.iterdir(), *(src / CHAT_TEMPLATES).glob("*")]):
         weights = path.suffix in _WEIGHT_FILES or path.name.endswith(".index.json")
-        if path.is_file() and not weights and not path.name.startswith(".") and path.name not in _OWN_FILES:
-            shutil.copyfile(path, dst / path.name)
-            _sync(dst / path.name)
+        if weights or path.name.startswith(".") or path.name in _OWN_FILES:
+            continue
+        if path.is_symlink() and not path.exists():  # a snapshot of a hub links into its store
+            raise CheckpointError(f"{path}: is a link to nothing; download the checkpoint again")
+        if path.is_file():
+            copy = dst / path.relative_to(src)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
+            _sync(copy)
 
 
 def _sync(path: Path) -> None:
