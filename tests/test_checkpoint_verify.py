@@ -293,6 +293,32 @@ def test_bad_global_scale(copy: Callable[[str], Path], fmt: str, value: float) -
     assert any(f"{MODULE}: global scale" in p for p in inspect_checkpoint(path).problems)
 
 
+@pytest.mark.parametrize("fmt", ["modelopt", "compressed-tensors"])
+def test_bad_input_scale(copy: Callable[[str], Path], fmt: str) -> None:
+    """A static activation scale that is zero, negative or not finite is found by name."""
+    path = copy(fmt)
+    name = f"{MODULE}.{'input_global_scale' if fmt == 'compressed-tensors' else 'input_scale'}"
+    for value in (0.0, -1.0, float("nan")):
+        models.edit(path, lambda t, v=value: t.update({name: torch.full_like(t[name], v)}))
+        assert inspect_checkpoint(path).problems == [
+            f"{name}: is {value}, expected a finite positive scale; calibrate again"
+        ]
+
+
+@pytest.mark.parametrize("fmt", ["quads", "bf16"])
+def test_nan_in_what_stays_bf16(copy: Callable[[str], Path], tmp_path: Path, fmt: str) -> None:
+    """inspect reads everything: NaN in a norm, or Inf in a router, is found in quantized and plain checkpoints."""
+    path = models.make(tmp_path / "plain", shards=1) if fmt == "bf16" else copy(fmt)
+    models.edit(path, lambda t: t["model.norm.weight"][:2].fill_(float("nan")))
+    models.edit(path, lambda t: t["model.layers.1.mlp.gate.weight"][0, :1].fill_(float("inf")))
+    report = inspect_checkpoint(path)
+    assert sorted(p.partition(" values")[0] for p in report.problems) == [
+        "model.layers.1.mlp.gate.weight: 1",
+        "model.norm.weight: 2",
+    ]
+    assert report.fingerprint is None
+
+
 def test_load_packed_takes_any_spelling_and_says_what_is_wrong(tmp_path: Path) -> None:
     """Canonical and on-disk names lead to one tensor; an unknown or BF16 weight is an error that says which."""
     quantize_checkpoint(models.make(tmp_path / "src", "mixtral"), tmp_path / "m")

@@ -96,7 +96,16 @@ def test_parse_options(pairs: list[str], options: dict[str, Any]) -> None:
         (["-o", "scheme"], 2, "is not key=value"),
         (["-o", "scheme=w4a4", "-o", "scheme=w4a16"], 2, "is given twice"),
         (["--format", "gguf"], 2, "gguf"),
-        (["--device", "tpu"], 2, "is not cpu, cuda or auto"),
+        (["--device", "tpu"], 2, "is not cpu, cuda, cuda:N or auto"),
+        (["--device", "cudafoo"], 2, "is not cpu, cuda, cuda:N or auto"),
+        (["--device", "cuda:99"], 2, "cuda:99 is not here"),
+        (["--shard-gib", "inf"], 2, "--shard-gib"),
+        (["-o", "a..b=1"], 2, "'a..b' is not the name of an option"),
+        (["-o", "compensation=rows"], 1, "error: compensation: is 'rows', expected an object"),
+        (["-o", "version=true"], 1, "error: version: this contract has version True"),
+        (["-o", "keep_first_layers=99"], 1, "keep_first_layers and keep_last_layers keep all of its 3 layers"),
+        (["-o", "ignore=*"], 1, "`ignore` excludes all that they match"),
+        (["--calibrate", sys.executable], 1, "is not UTF-8 text"),
         (["-o", "activation.global_scale=static"], 1, "calibrate"),
         (["--calibrate", "/nowhere/prompts.txt"], 1, "/nowhere/prompts.txt: No such file"),
     ],
@@ -120,6 +129,14 @@ def test_errors_in_json(tmp_path: Path) -> None:
     assert "is not a directory" in error["error"]["message"]
     assert result.stderr.startswith("error: ")
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_usage_errors_in_json(bf16: Path, tmp_path: Path) -> None:
+    """A bad value of an option is a JSON object as well, with exit code 2."""
+    for arguments in (["-o", "scheme"], ["--device", "tpu"]):
+        result = quads("quantize", bf16, tmp_path / "q", *arguments, "--json", code=2)
+        assert json.loads(result.stdout)["error"]["type"] == "UsageError"
+        assert arguments[0].lstrip("-")[0] in json.loads(result.stdout)["error"]["message"]
 
 
 def test_inspect_of_a_broken_checkpoint_fails(bf16: Path, tmp_path: Path) -> None:

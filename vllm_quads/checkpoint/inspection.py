@@ -6,18 +6,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vllm_quads.checkpoint.disk_names import is_stack
-from vllm_quads.checkpoint.headers import TensorHeader
+from vllm_quads.checkpoint.headers import FLOATING, TensorHeader
 from vllm_quads.checkpoint.info import CheckpointInfo, describe_reader
 from vllm_quads.checkpoint.layouts import Format
-from vllm_quads.checkpoint.load import read_packed
+from vllm_quads.checkpoint.load import read_input_scale, read_packed
 from vllm_quads.checkpoint.reader import CheckpointReader
 from vllm_quads.checkpoint.verify import header_problems
 from vllm_quads.compensation.state import CompensationState
-from vllm_quads.nvfp4.errors import QuadsError
+from vllm_quads.nvfp4.errors import FormatError, QuadsError
 from vllm_quads.nvfp4.fingerprint import fingerprint, packed_digest
 from vllm_quads.nvfp4.formats import BLOCK_SIZE
 from vllm_quads.nvfp4.names import canonical_name, expand, layer_index
@@ -82,10 +85,10 @@ class Inspection:
 
 
 def inspect_checkpoint(path: str | Path, progress: Callable[[int, int], None] | None = None) -> Inspection:
-    """Read a checkpoint whole: headers, every packed weight, and its compensation state.
+    """Read a checkpoint whole: headers, every packed weight, NaN and Inf in the rest, and its compensation state.
 
     Problems inside of a readable checkpoint are collected in `problems`; a directory that cannot be read as a
-    checkpoint at all raises CheckpointError or ContractError. `progress` is called with (weights done, weights).
+    checkpoint at all raises CheckpointError or ContractError. `progress` is called with (tensors done, tensors).
     """
     with CheckpointReader(path) as reader:
         info = describe_reader(reader)
@@ -101,14 +104,19 @@ def inspect_checkpoint(path: str | Path, progress: Callable[[int, int], None] | 
         rows: dict[str, LayerSummary] = {}
         digests: dict[str, int] = {}
         dtypes = {n: h.dtype for t, h in reader.headers.items() for n in _matrices(t, h)}
-        for i, name in enumerate(info.weights):
+        others = _unpacked(reader, info)
+        steps: list[Callable[[], None]] = [
+            partial(_summarize, reader, info, name, dtypes.get(name, "U8"), rows, digests) for name in info.weights
+        ]
+        steps += [partial(_check_finite, reader, name) for name in others]
+        for i, step in enumerate(steps):
             try:
-                _summarize(reader, info, name, dtypes.get(name, "U8"), rows, digests)
+                step()
             except QuadsError as e:
                 if str(e) not in report.problems:
                     report.problems.append(str(e))
             if progress is not None:
-                progress(i + 1, len(info.weights))
+                progress(i + 1, len(steps))
         report.layers = sorted(rows.values(), key=_order)
         _compensation(Path(path), report)
         if info.format is not Format.BF16 and report.ok:
@@ -123,6 +131,18 @@ def _order(row: LayerSummary) -> tuple[int, str]:
 
 def _matrices(tensor: str, header: TensorHeader) -> list[str]:
     return expand(tensor, header.shape[0]) if is_stack(tensor, len(header.shape)) else [canonical_name(tensor)]
+
+
+def _unpacked(reader: CheckpointReader, info: CheckpointInfo) -> list[str]:
+    """Floating tensors that are no part of a packed weight."""
+    owned = {f"{m}.{s}" for m in info.modules.values() for s in info.layout.scales}
+    return [n for n, h in reader.headers.items() if h.dtype in FLOATING and n not in owned]
+
+
+def _check_finite(reader: CheckpointReader, name: str) -> None:
+    bad = int((~torch.isfinite(reader.get(name))).sum())
+    if bad:
+        raise FormatError(f"{name}: {bad} values are NaN or Inf; the model has diverged or the file is damaged")
 
 
 def _summarize(
@@ -146,6 +166,12 @@ def _summarize(
     _count(row, packed)
     digests[name] = int(packed_digest(packed))
     packed.check_values()
+    scale = read_input_scale(reader, info, name)
+    if scale is not None and not (bool(torch.isfinite(scale)) and float(scale) > 0):
+        tensor = f"{info.modules[name]}.{info.layout.input_scale}"
+        raise FormatError(
+            f"{tensor}: is {reader.get(tensor).item()}, expected a finite positive scale; calibrate again"
+        )
 
 
 def _count(row: LayerSummary, packed: PackedTensor) -> None:

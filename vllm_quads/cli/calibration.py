@@ -41,7 +41,13 @@ def calibrate_checkpoint(
         raise QuadsError("--calibrate: scheme w4a16 does not quantize activations, so there is nothing to calibrate")
     if detect(src).format is not Format.BF16:
         raise CheckpointError(f"{src}: is already quantized; calibrate and quantize the BF16 checkpoint")
-    lines = [line.strip() for line in prompts_file.read_text(encoding="utf-8").splitlines() if line.strip()][:prompts]
+    try:
+        text = prompts_file.read_text(encoding="utf-8")
+    except ValueError as e:
+        raise QuadsError(
+            f"--calibrate: {prompts_file} is not UTF-8 text ({e.__class__.__name__}); one prompt a line"
+        ) from e
+    lines = [line.strip() for line in text.splitlines() if line.strip()][:prompts]
     if not lines:
         raise QuadsError(f"{prompts_file}: holds no prompt; give one per line")
     with stdout_to_stderr():
@@ -51,8 +57,12 @@ def calibrate_checkpoint(
         from trainer_qat.sensitivity import sensitivities
 
         progress(0, 4, "loading the model")
-        model = AutoModelForCausalLM.from_pretrained(src, dtype=torch.bfloat16).eval().to(device)
-        ids = _tokenize(AutoTokenizer.from_pretrained(src), lines)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(src, dtype=torch.bfloat16).eval().to(device)
+            tokenizer = AutoTokenizer.from_pretrained(src)
+        except (ValueError, KeyError, OSError, TypeError) as e:  # whatever transformers raises for odd configurations
+            raise QuadsError(f"{src}: transformers cannot load it for --calibrate: {e}") from e
+        ids = _tokenize(tokenizer, lines)
         progress(1, 4, "sampling answers")
         torch.manual_seed(0)
         answers = [_answer(model, row, tokens) for row in ids]

@@ -22,8 +22,8 @@ def inspect(
 ) -> None:
     """Read a checkpoint whole and report it: formats, scales, suspicious blocks, contract, fingerprint.
 
-    Exits with 1 if anything is wrong: a missing, extra, truncated or misshapen tensor, a scale that is NaN or negative,
-    or packed weights that are not those of the contract.
+    Exits with 1 if anything is wrong: a missing, extra, truncated or misshapen tensor, a value that is NaN or Inf,
+    a negative scale, or packed weights that are not those of the contract.
     """
     with reporting(as_json):
         from vllm_quads.checkpoint import inspect_checkpoint

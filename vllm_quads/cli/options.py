@@ -22,15 +22,17 @@ def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key:
-            raise typer.BadParameter(f"{pair!r} is not key=value, for example compensation.ratio=0.5")
+            raise typer.BadParameter(f"--option: {pair!r} is not key=value, for example compensation.ratio=0.5")
         *path, leaf = key.split(".")
+        if not all((*path, leaf)):
+            raise typer.BadParameter(f"--option: {key!r} is not the name of an option, for example compensation.ratio")
         place = options
         for part in path:
             place = place.setdefault(part, {})
             if not isinstance(place, dict):
-                raise typer.BadParameter(f"{key}: {part} was given a value before")
+                raise typer.BadParameter(f"--option: {key}: {part} was given a value before")
         if leaf in place:
-            raise typer.BadParameter(f"{key}: is given twice")
+            raise typer.BadParameter(f"--option: {key}: is given twice")
         place[leaf] = _value(leaf, value)
     return options
 

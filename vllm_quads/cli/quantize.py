@@ -45,7 +45,7 @@ def quantize(
     ] = None,
     calibration_prompts: Annotated[int, typer.Option(min=1, help="Prompts of the file that are used.")] = 24,
     calibration_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated per prompt.")] = 40,
-    shard_gib: Annotated[float, typer.Option(min=0.001, help="Largest shard; bounds the memory used.")] = 2.0,
+    shard_gib: Annotated[float, typer.Option(min=0.001, max=1024, help="Largest shard; bounds the memory used.")] = 2.0,
     device: Annotated[
         str, typer.Option(help="Where to compute: cpu, cuda, or auto (cuda if there is one). The bytes are the same.")
     ] = "auto",
@@ -57,8 +57,9 @@ def quantize(
     Streams one scale group at a time, reads back and verifies what it wrote, and only then puts it at DST. After an
     interruption run it again.
     """
-    options = parse_options(option or ())
     with reporting(as_json):
+        options = parse_options(option or ())
+        device = _device(device)
         from vllm_quads.checkpoint import quantize_checkpoint
         from vllm_quads.nvfp4 import Contract
 
@@ -74,7 +75,7 @@ def quantize(
                     calibrate,
                     prompts=calibration_prompts,
                     tokens=calibration_tokens,
-                    device=_device(device),
+                    device=device,
                     progress=update,
                 )
         with progress("quantizing") as update:
@@ -87,7 +88,7 @@ def quantize(
                 input_scales=input_scales,
                 max_shard_bytes=int(shard_gib * 2**30),
                 overwrite=overwrite,
-                device=_device(device),
+                device=device,
                 progress=update,
             )
         if as_json:
@@ -103,6 +104,13 @@ def quantize(
 def _device(name: str) -> str:
     import torch
 
-    if name not in ("auto", "cpu") and not name.startswith("cuda"):
-        raise typer.BadParameter(f"{name!r} is not cpu, cuda or auto")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or (kind == "cpu" and index):
+        raise typer.BadParameter(f"--device: {name!r} is not cpu, cuda, cuda:N or auto")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise typer.BadParameter(
+            f"--device: {name} is not here, torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices"
+        )
+    return name

@@ -29,6 +29,10 @@ def reporting(as_json: bool) -> Iterator[None]:
     warnings.showwarning = _show_warning
     try:
         yield
+    except typer.BadParameter as e:  # click prints it, with the usage
+        if as_json:
+            print_json({"ok": False, "error": {"type": "UsageError", "message": e.message}})
+        raise
     except QuadsError as e:
         _fail(e, FAILED, as_json)
     except ModuleNotFoundError as e:
