@@ -61,6 +61,8 @@ def export_checkpoint(
     """
     payload = Payload(model, contract)
     payload.specs()  # refuses unsupported families before anything is written
+    if not (tokenizer is None or isinstance(tokenizer, (str, Path)) or hasattr(tokenizer, "save_pretrained")):
+        raise ContractError(f"tokenizer: is {type(tokenizer).__name__}, expected a tokenizer, or a directory with one")
     if payload.sharded and dist.get_rank() != 0:
         fingerprint = _follow(payload)
         return ExportReport(Path(dst), fingerprint, len(payload.quantized))

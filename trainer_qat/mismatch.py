@@ -32,6 +32,7 @@ from vllm_quads.nvfp4 import QuadsError
 
 LEVELS = ("token", "sequence")
 MODES = ("truncate", "mask")
+_ROUNDING = 0.05  # by how much a log-softmax in BF16 may exceed 0
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,17 @@ _KEYS = {
 
 
 def measure(trainer: Tensor, rollout: Tensor, mask: Tensor | None = None) -> MismatchReport:
-    """All metrics of a batch at once; see `MismatchReport`."""
+    """All metrics of a batch at once; see `MismatchReport`.
+
+    Raises QuadsError for shapes that differ, and for values above 0: probabilities, or negative log-likelihoods.
+    """
     t, r, m = _checked(trainer, rollout, mask)
+    for name, x in (("trainer", t), ("rollout", r)):
+        if bool((x[m] > _ROUNDING).any()):
+            raise QuadsError(
+                f"mismatch: {name} holds {float(x[m].max()):.3g}, expected log-probs, which are at most 0 (are these "
+                f"probabilities, or negative log-likelihoods?)"
+            )
     d = log_ratio(t, r, m)[m]
     gap = d.abs()
     seq_t, seq_r = _sequence_means(t, m), _sequence_means(r, m)
@@ -202,6 +212,9 @@ def at_temperature(log_probs: Tensor, temperature: float) -> Tensor:
 
 
 def _checked(trainer: Tensor, rollout: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    for name, value in (("trainer", trainer), ("rollout", rollout), ("mask", mask)):
+        if not isinstance(value, Tensor) and not (name == "mask" and value is None):
+            raise QuadsError(f"mismatch: {name} is {type(value).__name__}, expected a tensor [B, T] or [T]")
     if trainer.shape != rollout.shape or (mask is not None and mask.shape != trainer.shape) or trainer.dim() == 0:
         raise QuadsError(
             f"mismatch: trainer {tuple(trainer.shape)}, rollout {tuple(rollout.shape)} and mask "
@@ -227,7 +240,7 @@ def _masked_mean(x: Tensor, mask: Tensor | None) -> Tensor:
 
 def _sequence_means(x: Tensor, m: Tensor) -> Tensor:
     """Mean over the tokens of each sequence that has any, [sequences]."""
-    rows, masks = x.reshape(-1, x.shape[-1]), m.reshape(-1, m.shape[-1])
+    rows, masks = (t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (x, m))
     count = masks.sum(dim=-1)
     total = torch.where(masks, rows, 0.0).sum(dim=-1)
     return total[count > 0] / count[count > 0]

@@ -64,7 +64,7 @@ class Payload:
         """Resolve what is quantized; nothing is computed yet.
 
         contract: None takes that of a prepared model. Raises MismatchError if it is another one than the model trains
-        with, ContractError if there is none or it does not fit.
+        with, ContractError if there is none or it does not fit, or config.tie_word_embeddings is not true to the model.
         """
         self.model = _unwrap(model)
         if is_prepared(model):
@@ -88,6 +88,7 @@ class Payload:
                 self._weights[weight.parameter] = weight
                 self._groups.setdefault(scale_group(weight.name), []).append(weight)
         self._frozen = frozen_amax(model)
+        _check_tying(self.model)
 
     @property
     def sharded(self) -> bool:
@@ -197,6 +198,22 @@ def _unwrap(model: nn.Module) -> nn.Module:
         if isinstance(inner, nn.Module):
             return _unwrap(inner)
     return model
+
+
+def _check_tying(model: nn.Module) -> None:
+    """An engine goes by the config: it ignores an lm_head that is said to be tied, and misses one that is not."""
+    get_input, get_output = (getattr(model, f"get_{side}_embeddings", None) for side in ("input", "output"))
+    said = getattr(getattr(model, "config", None), "tie_word_embeddings", None)
+    head = get_output() if callable(get_output) else None
+    table = get_input() if callable(get_input) else None
+    if said is None or getattr(head, "weight", None) is None or getattr(table, "weight", None) is None:
+        return
+    tied = head.weight is table.weight  # type: ignore[union-attr]
+    if tied is not bool(said):
+        raise ContractError(
+            f"tie_word_embeddings: is {said} in the model's config, but lm_head and the embedding are "
+            f"{'one weight' if tied else 'two weights'}; set model.config.tie_word_embeddings = {tied}"
+        )
 
 
 def _full(tensor: Tensor) -> Tensor:

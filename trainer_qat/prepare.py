@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -91,7 +92,8 @@ def prepare_qat(
         ContractError: nothing matches, a selected weight cannot be quantized, the model carries adapters (PEFT), is
             quantized already, tensor parallel or prepared already.
     """
-    contract = contract or Contract()
+    contract = Contract() if contract is None else contract
+    _check_arguments(model, contract, cache)
     _check_model(model)
     inventory = Inventory.of(model, contract)
     state = QatState(contract, inventory.quantized, CacheMode(cache), clamp_gradient)
@@ -104,14 +106,17 @@ def prepare_qat(
             groups.setdefault(scale_group(weight.name), []).append(weight.module)
     kept_amax = load_frozen(Path(frozen_from)) if frozen_from is not None else None
 
-    for weight in inventory.selected:
+    quantizer_of: list[WeightQuantizer] = []
+    for weight in inventory.selected:  # whatever can fail comes before the model is touched
         siblings = tuple(groups.get(scale_group(weight.name), ())) if isinstance(weight.module, nn.Linear) else ()
         quantizer = WeightQuantizer(weight.name, tuple(weight.matrices), state, siblings)
         if frozen:
             quantizer.frozen = _frozen_amax(weight, siblings, kept_amax)
+        quantizer_of.append(quantizer)
+    for weight, quantizer in zip(inventory.selected, quantizer_of, strict=True):
         quantizers = dict(getattr(weight.module, _QUANTIZERS, {}))
         setattr(weight.module, _QUANTIZERS, quantizers | {weight.attribute: quantizer})
-        if siblings:
+        if quantizer.siblings:
             weight.module.__class__ = _qat_class(type(weight.module))
     _hook_experts(model)
     setattr(model, _STATE, state)
@@ -162,9 +167,11 @@ def state_of(model: nn.Module) -> QatState:
 
 def _root(model: nn.Module) -> nn.Module:
     """The module that was prepared: the model, or what torch.compile or DistributedDataParallel wrap."""
-    for module in (model, getattr(model, "_orig_mod", None), getattr(model, "module", None)):
-        if isinstance(module, nn.Module) and hasattr(module, _STATE):
+    module: object = model
+    while isinstance(module, nn.Module):
+        if hasattr(module, _STATE):
             return module
+        module = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
     raise ContractError("the model has no fake quantization: call prepare_qat(model, contract) on this object first")
 
 
@@ -191,6 +198,18 @@ def clear_cache(model: nn.Module) -> None:
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_arguments(model: object, contract: object, cache: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ContractError(f"model: is {type(model).__name__}, expected a torch.nn.Module")
+    if not isinstance(contract, Contract):
+        raise ContractError(
+            f"contract: is {type(contract).__name__}, expected vllm_quads.nvfp4.Contract; from a dictionary make one "
+            f"with Contract.from_dict"
+        )
+    if cache not in list(CacheMode):
+        raise ContractError(f"cache: is {cache!r}, expected one of {[mode.value for mode in CacheMode]}")
 
 
 def _check_model(model: nn.Module) -> None:
@@ -223,6 +242,10 @@ def _frozen_amax(weight: Weight, siblings: tuple[nn.Linear, ...], kept: Mapping[
     expected = tuple(weight.tensor.shape[:-2])
     if tuple(amax.shape) != expected:
         raise ContractError(f"{weight.name}: frozen amax has shape {tuple(amax.shape)}, expected {expected}")
+    if amax.dtype != torch.float32 or not bool((torch.isfinite(amax) & (amax >= 0)).all()):
+        raise ContractError(
+            f"{weight.name}: the frozen amax is not float32, finite and at least 0; export the checkpoint again"
+        )
     return amax
 
 
@@ -245,7 +268,10 @@ def load_frozen(checkpoint: Path) -> dict[str, Tensor]:
     path = checkpoint / FROZEN_FILE
     if not path.is_file():
         raise ContractError(f"frozen_from: {path} does not exist; export a model with frozen scales first")
-    loaded: dict[str, Tensor] = load_file(path)
+    try:
+        loaded: dict[str, Tensor] = load_file(path)
+    except (SafetensorError, OSError) as e:
+        raise ContractError(f"frozen_from: {path} cannot be read ({e}); export the checkpoint again") from e
     return loaded
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
@@ -92,6 +93,7 @@ class RolloutSync:
             MismatchError: contract, tensor set or fingerprint differ.
             RefitError: the engine refused or failed; the previous weights keep serving.
             FormatError: a weight holds NaN or Inf, naming it.
+            ContractError: a sensitivity is not a finite number of at least 0, or the version is not an integer.
         """
         start = time.perf_counter()
         if not packed and self.payload.contract.weight_global_scale is WeightGlobalScale.FROZEN:
@@ -102,8 +104,10 @@ class RolloutSync:
         error: BaseException | None = None
         stream = self._stream(packed)
         try:
+            _check_version(policy_version)
+            compensation = _checked_sensitivities({} if sensitivities is None else sensitivities)
             if self.engine is not None:
-                manifest = self._manifest(self.engine, fingerprint, policy_version, sensitivities or {}, packed)
+                manifest = self._manifest(self.engine, fingerprint, policy_version, compensation, packed)
                 report = self._transfer(self.engine, manifest, stream)
         except BaseException as e:
             error = e
@@ -127,7 +131,7 @@ class RolloutSync:
         engine: RolloutEngine,
         fingerprint: str,
         version: int | None,
-        sensitivities: Mapping[str, float],
+        compensation: Mapping[str, Tensor],
         packed: bool,
     ) -> Manifest:
         self._check(engine)
@@ -137,7 +141,7 @@ class RolloutSync:
             tensors=self.payload.specs(packed=packed),
             fingerprint=fingerprint,
             policy_version=engine.policy_version() + 1 if version is None else version,
-            compensation={name: torch.tensor(value, dtype=torch.float32) for name, value in sensitivities.items()},
+            compensation=compensation,
         )
 
     def _transfer(self, engine: RolloutEngine, manifest: Manifest, stream: Iterator[tuple[str, Tensor]]) -> RefitReport:
@@ -183,6 +187,23 @@ class RolloutSync:
             for item in self.payload.items(packed=packed):
                 yield from item.tensors().items()
                 advance(item)
+
+
+def _check_version(version: object) -> None:
+    if version is not None and (not isinstance(version, int) or isinstance(version, bool) or version < 0):
+        raise ContractError(f"policy_version: is {version!r}, expected an integer of at least 0, or None to count on")
+
+
+def _checked_sensitivities(values: Mapping[str, float]) -> dict[str, Tensor]:
+    if not isinstance(values, Mapping):
+        raise ContractError(
+            f"sensitivities: is {type(values).__name__}, expected site name -> number (see trainer_qat.sensitivities)"
+        )
+    for name, value in values.items():
+        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if not isinstance(name, str) or not isinstance(number, (int, float)) or not 0 <= number < math.inf:
+            raise ContractError(f"sensitivities[{name!r}]: is {value!r}, expected a finite number of at least 0")
+    return {name: torch.tensor(float(value), dtype=torch.float32) for name, value in values.items()}
 
 
 @contextlib.contextmanager
