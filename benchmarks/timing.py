@@ -12,8 +12,8 @@ import torch
 def graph_time_us(calls: Sequence[Callable[[], object]], *, rounds: int = 4, repeats: int = 15) -> float:
     """Median time of one call in microseconds.
 
-    `calls` (one per layer, so that no weight is found in the L2 cache) are captured in order, `rounds` times over, into one
-    CUDA graph; replays are timed with events.
+    `calls` (one per layer, so that no weight is found in the L2 cache) are captured in order, `rounds` times over, into
+    one CUDA graph; replays are timed with events.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

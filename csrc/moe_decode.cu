@@ -2,10 +2,7 @@
 // Grouped GEMM for small token counts: y[pair, n] = sum_k W[expert, n, k] * X[row, k], packed NVFP4 weights.
 //
 // Bound by the weight bytes, so everything serves one continuous stream of them:
-//   - persistent: one block per multiprocessor, each with a contiguous and equal share of the stages of all (segment, row
-//     range) units. A unit that straddles two blocks is begun by the first, which does it before its other units, and finished by
-//     the second, which does it last and goes on from the accumulators of the first (read from memory): work is spread evenly,
-//     nobody waits, and every sum is formed in the same order as by one block;
+//   - persistent: one block per multiprocessor, each with a contiguous share of (segment, row range) units;
 //   - one warp only feeds a ring of 18432-byte stages with bulk copies, across units and segments, without a stop;
 //   - one warp fetches the tokens of the next segment (up to 32 of one expert, whole K) into the spare one of two buffers;
 //   - sixteen warps read their A fragments from the ring (16 bytes a lane, no bank conflict), decode in registers and run
@@ -45,8 +42,8 @@ __host__ __device__ Layout make_layout(int kblocks, int max_tokens) {
   const int tiles = max_tokens / 8;
   l.operand_stride = kblocks * 128 + 16;
   l.reduce_bytes = RG * 2 * tiles * (KG - 1) * 512;
-  l.reduce_buffers = tiles <= 2 ? 2 : 1;
-  const int rest = l.reduce_buffers * l.reduce_bytes + 2 * (int)sizeof(TokenBuffer) + 8 * (2 * kMaxStages + 4) + 256;
+  l.reduce_buffers = tiles <= 1 ? 2 : 1;
+  const int rest = l.reduce_buffers * l.reduce_bytes + 2 * (int)sizeof(TokenBuffer) + 8 * (2 * kMaxStages + 6) + 256;
   const int operand = max_tokens * l.operand_stride;
   const int stages = (kSmemLimit - rest - operand) / kStageBytes;
   l.stages = stages > kMaxStages ? kMaxStages : stages;
@@ -54,36 +51,9 @@ __host__ __device__ Layout make_layout(int kblocks, int max_tokens) {
   l.reduce_offset = l.operand_offset + operand;
   l.meta_offset = l.reduce_offset + l.reduce_buffers * l.reduce_bytes;
   l.barrier_offset = (l.meta_offset + 2 * (int)sizeof(TokenBuffer) + 15) / 16 * 16;
-  l.total = l.barrier_offset + 8 * (2 * kMaxStages + 4);
+  l.total = l.barrier_offset + 8 * (2 * kMaxStages + 6);
   return l;
 }
-
-// A block's share of the stages of all units, as units first_unit..last_unit of which the first may lack stages at its start
-// and the last at its end. A share is at least one unit long (fewer units than blocks leave blocks idle), so a unit
-// straddles two blocks at most, and these are neighbours.
-struct Share {
-  int first_unit, last_unit;
-  int first_begin, last_end;
-
-  __device__ __forceinline__ Share(int units, int steps) {
-    if (units <= (int)gridDim.x) {
-      first_unit = (int)blockIdx.x;
-      last_unit = first_unit < units ? first_unit : first_unit - 1;
-      first_begin = 0;
-      last_end = steps;
-      return;
-    }
-    const int64_t total = (int64_t)units * steps;
-    const int64_t from = total * blockIdx.x / gridDim.x, to = total * (blockIdx.x + 1) / gridDim.x;
-    first_unit = (int)(from / steps);
-    first_begin = (int)(from % steps);
-    last_unit = (int)((to - 1) / steps);
-    last_end = (int)((to - 1) % steps) + 1;
-  }
-  __device__ __forceinline__ bool any() const { return last_unit >= first_unit; }
-  __device__ __forceinline__ int begin(int unit) const { return unit == first_unit ? first_begin : 0; }
-  __device__ __forceinline__ int end(int unit, int steps) const { return unit == last_unit ? last_end : steps; }
-};
 
 __device__ __forceinline__ void ldmatrix_x4(uint32_t address, uint32_t (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -106,30 +76,34 @@ struct Fragment {
 };
 
 struct Consumer {
-  uint32_t full, empty;  // barrier arrays
+  uint32_t full;        // address of the current stage's full barrier; its empty barrier is 8 * kMaxStages further
+  uint32_t stage;       // address of the current stage
+  uint32_t first_full;  // the same of stage 0
+  uint32_t last_full;   // and of the stage after the last
   uint32_t ring;
-  int stages, slot;
   uint32_t phase;
   int lane;
 
+  // A warp's loads are issued before its lane 0 arrives, in program order and by whole warps, so the arrival covers them all.
   __device__ __forceinline__ void load(Fragment& f, uint32_t offset_codes, uint32_t offset_scales) {
-    mbar_wait(full + 8 * slot, phase);
-    const uint32_t base = ring + slot * kStageBytes;
+    mbar_wait(full, phase);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(f.codes[i].x), "=r"(f.codes[i].y), "=r"(f.codes[i].z), "=r"(f.codes[i].w)
-                   : "r"(base + offset_codes + i * 512)
+                   : "r"(stage + offset_codes + i * 512)
                    : "memory");
       asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
                    : "=r"(f.scales[i].x), "=r"(f.scales[i].y)
-                   : "r"(base + offset_scales + i * 64)
+                   : "r"(stage + offset_scales + i * 64)
                    : "memory");
     }
-    __syncwarp();
-    if (lane == 0) mbar_arrive(empty + 8 * slot);
-    if (++slot == stages) {
-      slot = 0;
+    if (lane == 0) mbar_arrive(full + 8 * kMaxStages);
+    full += 8;
+    stage += kStageBytes;
+    if (full == last_full) {
+      full = first_full;
+      stage = ring;
       phase ^= 1;
     }
   }
@@ -158,7 +132,8 @@ __device__ __forceinline__ int tiles_in_group(int row_tiles, int first_tile, int
 template <int RG, int KG, int NT, int EPILOGUE, typename Out>
 __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Layout& l, Consumer& c, const Shifts& shift, char* smem,
                                              const TokenBuffer& meta, uint32_t operand, int unit_row, int rg, int kg,
-                                             int buffer, int begin, int end) {
+                                             int buffer, int segment,
+                                             uint32_t values_full, uint32_t values_phase) {
   const int lane = c.lane;
   const int first_tile = unit_row * (RG / 2), tile = rg >> 1;
   const int group = tile / kGroupTiles;
@@ -166,14 +141,14 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Layout& l,
   const uint32_t block = (group * KG * kGroupTiles + kg * tiles + tile % kGroupTiles) * kBlockBytes;
   const uint32_t codes = block + (rg & 1) * 1024 + lane * 16;
   const uint32_t scales = block + kScaleOffset + (rg & 1) * 128 + (lane >> 2) * 8;
-  operand += (lane & 7) * l.operand_stride + (lane >> 3) * 16 + kg * 128 + begin * KG * 128;
+  operand += (lane & 7) * l.operand_stride + (lane >> 3) * 16 + kg * 128;
 
   int channel[2];
   float2 bias[2];  // fetched here, used after the main loop
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     channel[i] = channel_of<EPILOGUE>(first_tile + tile, (rg & 1) * 2 + i, lane >> 2);
-    bias[i] = load_bias<EPILOGUE>(p, meta.segment.expert, channel[i]);
+    bias[i] = load_bias<EPILOGUE>(p, segment, channel[i]);
   }
 
   float acc[2][NT][4];
@@ -184,25 +159,9 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Layout& l,
 #pragma unroll
       for (int k = 0; k < 4; ++k) acc[i][j][k] = 0.0f;
 
-  float4* const partial =
-      reinterpret_cast<float4*>(p.partial) + ((int64_t)blockIdx.x * kConsumerWarps + rg + kg * RG) * (8 * kMaxTiles / 4 * 32) + lane;
-  constexpr int64_t kPartialBlock = (int64_t)kConsumerWarps * (8 * kMaxTiles / 4 * 32);
-  if (begin > 0) {  // the previous block did the steps before `begin`
-    const int* ready = p.partial_ready + ((int)blockIdx.x - 1) * kConsumerWarps + rg + kg * RG;
-    int flag;
-    do {
-      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(flag) : "l"(ready) : "memory");
-    } while (flag == 0);
-#pragma unroll
-    for (int q = 0; q < 2 * NT; ++q) {
-      const float4 v = __ldcg(partial - kPartialBlock + q * 32);
-      float(&a)[4] = acc[q / NT][q % NT];
-      a[0] = v.x, a[1] = v.y, a[2] = v.z, a[3] = v.w;
-    }
-  }
-
+  const int steps = p.kblocks / KG;
 #pragma unroll 1
-  for (int it = begin; it < end; ++it) {
+  for (int it = 0; it < steps; ++it) {
     Fragment f;
     c.load(f, codes, scales);
     uint32_t b[NT][4];
@@ -215,21 +174,6 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Layout& l,
     multiply_step<NT, 2>(f, shift, b, acc);
     multiply_step<NT, 3>(f, shift, b, acc);
     operand += KG * 128;
-  }
-
-  if (end < p.kblocks / KG) {  // the next block goes on
-#pragma unroll
-    for (int q = 0; q < 2 * NT; ++q) {
-      const float(&a)[4] = acc[q / NT][q % NT];
-      __stcg(partial + q * 32, make_float4(a[0], a[1], a[2], a[3]));
-    }
-    __threadfence();
-    __syncwarp();
-    if (lane == 0)
-      asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p.partial_ready + blockIdx.x * kConsumerWarps + rg + kg * RG),
-                   "r"(1)
-                   : "memory");
-    return;
   }
 
   // Accumulator group q = (brick, token tile) is finished by K group q % KG, summed in the order of the K groups.
@@ -245,6 +189,7 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Layout& l,
     named_barrier(1 + rg, 32 * KG);
   }
 
+  mbar_wait(values_full, values_phase);
 #pragma unroll
   for (int q = 0; q < 2 * NT; ++q) {
     if (kg != q % KG) continue;
@@ -291,7 +236,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Layout l = make_layout<RG, KG>(p.kblocks, p.max_tokens);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t full = smem_u32(smem + l.barrier_offset), empty = full + 8 * kMaxStages;
-  const uint32_t tokens_full = empty + 8 * kMaxStages, tokens_empty = tokens_full + 16;
+  const uint32_t tokens_full = empty + 8 * kMaxStages, tokens_empty = tokens_full + 16, values_full = tokens_full + 32;
   TokenBuffer* meta = reinterpret_cast<TokenBuffer*>(smem + l.meta_offset);
   const uint32_t operand = smem_u32(smem + l.operand_offset);
 
@@ -303,6 +248,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < 2; ++i) {
       mbar_init(tokens_full + 8 * i, 1);
       mbar_init(tokens_empty + 8 * i, kConsumerWarps);
+      mbar_init(values_full + 8 * i, 1);
     }
     mbar_init_fence();
   }
@@ -318,7 +264,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kGroups = kTiles > kGroupTiles ? kTiles / kGroupTiles : 1;
   const int units_per_segment = (p.row_tiles + kTiles - 1) / kTiles;
   const int steps = p.kblocks / KG;  // stages of a unit
-  const Share share(*(volatile const int*)p.num_segments * units_per_segment, steps);
+  const int64_t units = (int64_t)*(volatile const int*)p.num_segments * units_per_segment;
+  const int first = (int)(units * blockIdx.x / gridDim.x), last = (int)(units * (blockIdx.x + 1) / gridDim.x);
 
   if (warp == kConsumerWarps) {  // weights
     if (lane == 0) {
@@ -326,7 +273,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       uint32_t phase = 1;  // a fresh barrier counts as "previous phase complete"
       const uint32_t ring = smem_u32(smem);
       int segment = -1, expert = 0;
-      for (int unit = share.last_unit; unit >= share.first_unit; --unit) {
+      for (int unit = first; unit < last; ++unit) {
         if (unit / units_per_segment != segment) {
           segment = unit / units_per_segment;
           expert = ((volatile const int*)p.segments)[3 * segment];
@@ -338,10 +285,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const int more = kGroups > 1 ? tiles_in_group<RG>(p.row_tiles, first_tile, 1) : 0;
         const uint8_t* source = group.blocks + within * kBlockBytes;
         const uint8_t* second = group.blocks + (int64_t)kGroupTiles * p.kblocks * kBlockBytes;
-        const int begin = share.begin(unit), end = share.end(unit, steps);
-        source += (int64_t)begin * KG * group.tiles * kBlockBytes;
-        second += (int64_t)begin * KG * more * kBlockBytes;
-        for (int it = begin; it < end; ++it) {
+        for (int it = 0; it < steps; ++it) {
           const uint32_t target = ring + slot * kStageBytes, bar = full + 8 * slot;
           mbar_wait(empty + 8 * slot, phase);
           mbar_expect_tx(bar, (tiles + more) * KG * kBlockBytes);
@@ -376,8 +320,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     // Segments alternate between the two ends of the operand region. Two fit together if their rows (in tiles of 8) do;
     // otherwise the newer one waits until the older one is done with.
     int index = 0, previous_rows = 0;
-    for (int segment = share.last_unit / units_per_segment; share.any() && segment >= share.first_unit / units_per_segment;
-         --segment, ++index) {
+    for (int segment = first / units_per_segment; first < last && segment <= (last - 1) / units_per_segment;
+         ++segment, ++index) {
       const int slot = index & 1;
       const int start = p.segments[3 * segment + 1], count = p.segments[3 * segment + 2];
       const int rows = (count + 7) / 8 * 8;
@@ -386,25 +330,31 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (index > 0 && previous_rows + rows > p.max_tokens) mbar_wait(tokens_empty + 8 * (slot ^ 1), ((index - 1) / 2) & 1);
       previous_rows = rows;
       const int first_row = slot == 0 ? 0 : p.max_tokens - rows;
-      if (lane < count) {
+      if (lane < count)
         bulk_copy(operand + (first_row + lane) * l.operand_stride, p.operand + (int64_t)(pair / p.row_divisor) * p.ldb,
                   p.kblocks * 128, tokens_full + 8 * slot);
-        meta[slot].tokens[lane] = load_token(p, pair);
-      }
       if (lane == 0) {
-        meta[slot].segment = load_segment(p, segment);
         meta[slot].first_row = first_row;
+        meta[slot].segment.count = count;
+        mbar_expect_tx(tokens_full + 8 * slot, count * p.kblocks * 128);
+      }
+      // needed at the end of the first unit only, hence a barrier of their own
+      if (lane < count) meta[slot].tokens[lane] = load_token(p, pair);
+      if (lane == 0) {
+        const SegmentMeta m = load_segment(p, segment);
+        meta[slot].segment.expert = m.expert;
+        meta[slot].segment.alpha = m.alpha;
       }
       __syncwarp();
-      if (lane == 0) mbar_expect_tx(tokens_full + 8 * slot, count * p.kblocks * 128);
+      if (lane == 0) mbar_arrive(values_full + 8 * slot);
     }
     return;
   }
 
-  Consumer c{full, empty, smem_u32(smem), l.stages, 0, 0u, lane};
+  Consumer c{full, smem_u32(smem), full, full + 8 * l.stages, smem_u32(smem), 0u, lane};
   const int rg = warp % RG, kg = warp / RG;
   int segment = -1, index = -1;
-  for (int unit = share.last_unit; unit >= share.first_unit; --unit) {
+  for (int unit = first; unit < last; ++unit) {
     if (unit / units_per_segment != segment) {
       if (segment >= 0) {
         __syncwarp();
@@ -416,9 +366,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     const TokenBuffer& tokens = meta[index & 1];
     const uint32_t at = operand + tokens.first_row * l.operand_stride;
-    const int begin = share.begin(unit), end = share.end(unit, steps);
 #define QUADS_UNIT(NT) \
-  compute_unit<RG, KG, NT, EPILOGUE, Out>(p, l, c, shift, smem, tokens, at, unit % units_per_segment, rg, kg, unit & 1, begin, end)
+  compute_unit<RG, KG, NT, EPILOGUE, Out>(p, l, c, shift, smem, tokens, at, unit % units_per_segment, rg, kg, unit & 1, segment, \
+                                          values_full + 8 * (index & 1), (index / 2) & 1)
     switch ((tokens.segment.count + 7) / 8) {
       case 1: QUADS_UNIT(1); break;
       case 2: QUADS_UNIT(2); break;
@@ -466,13 +416,6 @@ extern "C" int quads_moe_decode(const quads::GemmArgs* args, int epilogue, int o
   }
   return cudaErrorInvalidValue;
 }
-
-// Sizes of GemmArgs.partial (bytes) and GemmArgs.partial_ready (ints) on the current device.
-extern "C" long long quads_moe_decode_partial_bytes() {
-  using namespace quads;
-  return (long long)multiprocessors() * kConsumerWarps * 32 * 8 * kMaxTiles * 4;
-}
-extern "C" int quads_moe_decode_flags() { return quads::multiprocessors() * quads::kConsumerWarps; }
 
 // Largest segment capacity (8, 16, 24, 32 tokens; 0 if none fits) for an operand of `kblocks` 64-wide blocks.
 extern "C" int quads_moe_decode_capacity(int kblocks, int k_groups) {

@@ -29,8 +29,6 @@ struct GemmArgs {
   int ldo;                   // elements between output rows
   int bias_stride;
   int max_tokens;            // capacity of a segment
-  float* partial;            // decode kernel: accumulators of units that two blocks share, [grid][threads][8 * max_tokens / 8]
-  int* partial_ready;        // decode kernel: [grid][16] flags, zero at launch
 };
 
 // SwiGLU: row g of a brick is a channel of gate, row g + 8 the same channel of up; one output channel.
@@ -77,9 +75,9 @@ __device__ __forceinline__ int channel_of(int row_tile, int brick, int g) {
 
 // Bias of the two accumulator rows (g, g + 8) whose first output channel is c.
 template <int EPILOGUE>
-__device__ __forceinline__ float2 load_bias(const GemmArgs& p, int expert, int c) {
+__device__ __forceinline__ float2 load_bias(const GemmArgs& p, int segment, int c) {
   if (p.bias == nullptr || c >= p.channels) return make_float2(0.0f, 0.0f);
-  const float* b = p.bias + (int64_t)expert * p.bias_stride + c;
+  const float* b = p.bias + (int64_t)p.segments[3 * segment] * p.bias_stride + c;
   return make_float2(b[0], b[EPILOGUE == kSwiGlu ? p.channels : 1]);
 }
 

@@ -50,13 +50,13 @@ struct Barriers {
 
 template <int N, int EPILOGUE, typename Out>
 __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& shift, const Barriers& bar, Ring& ring,
-                                             uint32_t base, const UnitMeta& meta, int tile, int group) {
+                                             uint32_t base, const UnitMeta& meta, int segment, int tile, int group) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int channel = channel_of<EPILOGUE>(tile + group * 2, warp, lane >> 2);
   float2 bias[2];  // of this thread's rows in the two row tiles; fetched here, used after the main loop
 #pragma unroll
   for (int i = 0; i < 2; ++i)
-    bias[i] = load_bias<EPILOGUE>(p, meta.segment.expert, channel + (EPILOGUE == kSwiGlu ? i : 2 * i));
+    bias[i] = load_bias<EPILOGUE>(p, segment, channel + (EPILOGUE == kSwiGlu ? i : 2 * i));
   float acc[2][N / 2];
 #pragma unroll
   for (int i = 0; i < 2; ++i)
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, 1) moe_prefill_kernel(const GemmArgs
   for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
     const int tile = unit % units_per_segment * kTilesPerUnit;
     mbar_wait(bar.meta_full + 8 * meta_slot, meta_phase);
-#define QUADS_TOKENS(N) compute_unit<N, EPILOGUE, Out>(p, shift, bar, ring, base, meta[meta_slot], tile, group)
+#define QUADS_TOKENS(N) compute_unit<N, EPILOGUE, Out>(p, shift, bar, ring, base, meta[meta_slot], unit / units_per_segment, tile, group)
     switch ((meta[meta_slot].segment.count - 1) / 16) {
       case 0:
       case 1: QUADS_TOKENS(32); break;

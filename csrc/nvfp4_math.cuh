@@ -207,6 +207,12 @@ QUADS_HD BlockScale quantize_residual(const Block& b, float g, float decode, flo
   return s;
 }
 
+// The codes of a residual carry no negative zero: where x is -0, so is p in the reference, and r is +0. Here p lost the sign.
+QUADS_HD void drop_negative_zeros(float (&r)[16]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) r[i] = add_rn(r[i], 0.0f);
+}
+
 // 4-bit codes of a block as the packed form has them: x * o once more, with the sign of zero that rounding keeps.
 QUADS_HD void block_codes(const float (&x)[16], float o, uint32_t (&words)[2]) {
   const float m = amax16(x);

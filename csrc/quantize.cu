@@ -39,8 +39,7 @@ struct AlignArgs {
   int* num_segments;       // [1]
   int* rank;               // [pairs]: scratch, only with several blocks
   int* histogram;          // [blocks][local experts]: scratch, only with several blocks
-  int* flags;              // [num_flags]: set to zero (for the GEMMs that follow)
-  int pairs, id_stride, global_experts, local_experts, capacity, num_flags, blocks;
+  int pairs, id_stride, global_experts, local_experts, capacity, blocks;
 };
 
 namespace {
@@ -137,6 +136,7 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& p, int first_r
       if (appended) {
         float qr[16];
         s = quantize_residual(block, g, decode, qr);
+        drop_negative_zeros(block.r);
         block_codes(block.r, s.o, words);
       } else {
         block_codes(v, s.o, words);
@@ -230,8 +230,6 @@ __device__ __forceinline__ void align_pairs(const AlignArgs& p) {
   __shared__ int count[kMaxExperts];
   __shared__ int start[kMaxExperts];
   for (int e = threadIdx.x; e < p.local_experts; e += kThreads) count[e] = 0;
-  if (blockIdx.x == 0)
-    for (int i = threadIdx.x; i < p.num_flags; i += kThreads) p.flags[i] = 0;
   int e[kBatch], rank[kBatch];
   const int base = blockIdx.x * kPairsPerBlock + threadIdx.x;
   load_experts(p, base, e);

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds `csrc/` with nvcc at first use and binds its C functions.
 
-The shared object is cached per user, keyed by the sources' digest, the architecture and the compiler's version
-(`QUADS_CACHE_DIR`, default `$XDG_CACHE_HOME/vllm-quads`). It links neither torch nor Python, so one build serves every torch.
+The shared object is cached per user, keyed by the sources' digest and the architecture
+(`QUADS_CACHE_DIR`, default `$XDG_CACHE_HOME/vllm-quads`). It links neither torch nor Python: one build serves every
+torch.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ class GemmArgs(ctypes.Structure):
         *((name, ctypes.c_int) for name in (
             "kblocks", "row_tiles", "ldb", "row_divisor", "channels", "ldo", "bias_stride", "max_tokens"
         )),
-        *((name, ctypes.c_void_p) for name in ("partial", "partial_ready")),
     ]  # fmt: skip
 
 
@@ -61,10 +61,10 @@ class AlignArgs(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
-            "ids", "expert_map", "pair_expert", "sorted", "segments", "num_segments", "rank", "histogram", "flags"
+            "ids", "expert_map", "pair_expert", "sorted", "segments", "num_segments", "rank", "histogram"
         )),
         *((name, ctypes.c_int) for name in (
-            "pairs", "id_stride", "global_experts", "local_experts", "capacity", "num_flags", "blocks"
+            "pairs", "id_stride", "global_experts", "local_experts", "capacity", "blocks"
         )),
     ]  # fmt: skip
 
@@ -158,7 +158,6 @@ def library() -> ctypes.CDLL:
     lib.quads_sum.argtypes = [
         pointer, pointer, pointer, integer, integer, integer, integer, ctypes.c_int64, integer, integer, pointer
     ]  # fmt: skip
-    lib.quads_moe_decode_partial_bytes.restype = ctypes.c_longlong
     lib.quads_error_string.argtypes = [integer]
     lib.quads_error_string.restype = ctypes.c_char_p
     return lib

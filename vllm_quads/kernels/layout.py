@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weight layout of the Hopper kernels (csrc/weights.cuh), written and read back in plain torch.
 
-Rows are cut into 64-row tiles, K into 64-wide blocks; each 64x64 block is 2048 bytes of codes and 256 bytes of block scales in
-the order in which a warp's lanes consume them; four row tiles form one contiguous group. Nothing is re-quantized: codes are permuted, and an E4M3 block scale
-is re-coded as the upper bits of its FP16 form, which is one to one.
+Rows are cut into 64-row tiles, K into 64-wide blocks; each 64x64 block is 2048 bytes of codes and 256 bytes of block
+scales in the order in which a warp's lanes consume them; four row tiles form one contiguous group. Nothing is
+re-quantized: codes are permuted and re-coded, and an E4M3 block scale becomes the upper bits of its FP16 form; both
+are one to one.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def padded_rows(n: int) -> int:
 def gate_up_order(intermediate: int) -> Tensor:
     """Row order int64 [padded 2I] of w13 (gate rows, then up rows); -1 marks padding.
 
-    Rows g and g + 8 of a 16-row brick are gate and up of one channel, so that one thread owns both; two adjacent row tiles
-    interleave their channels, so that one thread of the wgmma kernel writes adjacent channels.
+    Rows g and g + 8 of a 16-row brick are gate and up of one channel, so that one thread owns both; two adjacent row
+    tiles interleave their channels, so that one thread of the wgmma kernel writes adjacent channels.
     """
     # [tile pair, brick, g, tile of the pair] -> channel
     c = torch.arange(padded_rows(2 * intermediate) // 2).view(-1, 4, 8, 2)
@@ -81,7 +82,7 @@ def gate_up_order(intermediate: int) -> Tensor:
 
 
 def pair_order(rows: int) -> Tensor:
-    """Row order int64 [padded N] of other matrices: rows g and g + 8 of a brick are adjacent channels; -1 marks padding."""
+    """Row order int64 [padded N] of other matrices: rows g and g + 8 of a brick are adjacent channels; -1: padding."""
     c = torch.arange(padded_rows(rows))
     c = torch.where(c < rows, c, -1)
     # [tile pair, brick, g, tile of the pair, row half] -> [tile pair, tile of the pair, brick, row half, g]
@@ -89,48 +90,49 @@ def pair_order(rows: int) -> Tensor:
 
 
 def arrange(codes: Tensor, scales: Tensor, order: Tensor) -> Tensor:
-    """Packed weights of one matrix to the prepared layout.
+    """Packed weights of E matrices to the prepared layout.
 
-    codes: uint8 [N, K/2] (low nibble = even k); scales: float8_e4m3fn [N, K/16]; order: int64 [padded N], source row of
-    each prepared row or -1. Returns uint8 [row tiles * K blocks, 2304].
+    codes: uint8 [E, N, K/2] (low nibble = even k); scales: float8_e4m3fn [E, N, K/16]; order: int64 [padded N], source
+    row of each prepared row or -1. Returns uint8 [E, row tiles * K blocks, 2304].
     """
-    n, k = codes.shape[0], 2 * codes.shape[1]
-    if k % BLOCK_SIZE or scales.shape != (n, k // BLOCK_SIZE):
+    experts, n, k = codes.shape[0], codes.shape[1], 2 * codes.shape[2]
+    if k % BLOCK_SIZE or scales.shape != (experts, n, k // BLOCK_SIZE):
         raise FormatError(f"codes {tuple(codes.shape)} and block scales {tuple(scales.shape)} do not belong together")
     device = codes.device
     order = order.to(device)
     kp, tiles, kb = padded_k(k), order.numel() // ROW_TILE, padded_k(k) // K_BLOCK
     source, padding = order.clamp(min=0), order < 0
 
-    q = torch.zeros(order.numel(), kp, dtype=torch.uint8, device=device)
-    q[:, :k] = unpack_codes(codes[source])
-    q[padding] = 0
-    # [tile, brick, row half, g, K block, k-step, k half, t, parity]
-    q = q.view(tiles, 4, 2, 8, kb, 4, 2, 4, 2).to(torch.int32)
-    word = torch.zeros(tiles, kb, 4, 8, 4, 4, dtype=torch.int32, device=device)  # tile, K block, brick, g, t, k-step
+    q = torch.zeros(experts, order.numel(), kp, dtype=torch.uint8, device=device)
+    q[..., :k] = unpack_codes(codes[:, source])
+    q[:, padding] = 0
+    # [expert, tile, brick, row half, g, K block, k-step, k half, t, parity]
+    q = q.view(experts, tiles, 4, 2, 8, kb, 4, 2, 4, 2)
+    # [expert, tile, K block, brick, g, t, k-step]
+    word = torch.zeros(experts, tiles, kb, 4, 8, 4, 4, dtype=torch.int32, device=device)
     for register in range(4):
         for parity in range(2):
-            c = q[:, :, register & 1, :, :, :, register >> 1, :, parity].permute(0, 3, 1, 2, 5, 4)
+            c = q[:, :, :, register & 1, :, :, :, register >> 1, :, parity].permute(0, 1, 4, 2, 3, 6, 5).to(torch.int32)
             for i in range(4):
                 # bits 0..2 of a code are the magnitude at mask bits 9..11, bit 3 is the sign at bit 15
                 column = _signed(_ENCODE[8 * register + 4 * parity + i])
                 word ^= -(c >> i & 1) & column
 
-    s = torch.zeros(order.numel(), kp // BLOCK_SIZE, dtype=torch.uint8, device=device)
-    s[:, : k // BLOCK_SIZE] = _e5m3(scales)[source]
-    s[padding] = 0
-    s = (
-        s.view(tiles, 4, 2, 8, kb, 2, 2).permute(0, 4, 1, 3, 5, 6, 2).to(torch.int64)
-    )  # ..., brick, g, word, odd, row half
+    s = torch.zeros(experts, order.numel(), kp // BLOCK_SIZE, dtype=torch.uint8, device=device)
+    s[..., : k // BLOCK_SIZE] = _e5m3(scales)[:, source]
+    s[:, padding] = 0
+    # [expert, tile, K block, brick, g, word, odd, row half]
+    s = s.view(experts, tiles, 4, 2, 8, kb, 2, 2).permute(0, 1, 5, 2, 4, 6, 7, 3).to(torch.int64)
     even, odd = s[..., 0, :], s[..., 1, :]
     scale_word = (even[..., 0] << 7) | (even[..., 1] << 23) | (odd[..., 0] >> 1) | ((odd[..., 0] & 1) << 31)
     scale_word |= ((odd[..., 1] >> 1) << 16) | ((odd[..., 1] & 1) << 15)
-    blocks = torch.cat((word.flatten(2), _as_int32(scale_word).flatten(2)), dim=-1).view(torch.uint8)
-    return torch.cat([group.transpose(0, 1).reshape(-1, BLOCK_BYTES) for group in blocks.split(GROUP_TILES)])
+    blocks = torch.cat((word.flatten(3), _as_int32(scale_word).flatten(3)), dim=-1).view(torch.uint8)
+    groups = [g.transpose(1, 2).reshape(experts, -1, BLOCK_BYTES) for g in blocks.split(GROUP_TILES, dim=1)]
+    return torch.cat(groups, dim=1)
 
 
 def restore(prepared: Tensor, order: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
-    """Inverse of `arrange`: codes uint8 [N, K/2] and block scales float8_e4m3fn [N, K/16]."""
+    """Inverse of `arrange`, one matrix [blocks, 2304]: codes uint8 [N, K/2], block scales float8_e4m3fn [N, K/16]."""
     device = prepared.device
     order = order.to(device)
     tiles = order.numel() // ROW_TILE

@@ -8,8 +8,9 @@ Five launches, no host synchronisation, CUDA-graph capturable, all with programm
 
     group pairs by expert + quantize x -> GEMM 1 with SiLU·mul -> quantize h -> GEMM 2 -> sum over top-k
 
-`Wq` stays packed and is decoded in registers. Numerics: operands are q * s (plus the residual of the compensated blocks),
-rounded once to FP16 when merged; gate, up and SiLU·mul in FP32, h rounded once to x's dtype; router weights in FP32.
+`Wq` stays packed and is decoded in registers. Numerics: operands are q * s (plus the residual of the compensated
+blocks), rounded once to FP16 when merged; gate, up and SiLU·mul in FP32, h rounded once to x's dtype; router weights in
+FP32. Per-pair outputs are summed over top-k in FP32; with many pairs they are kept in x's dtype in between.
 """
 
 from __future__ import annotations
@@ -107,9 +108,10 @@ def prepare_moe_weights(
 ) -> PreparedMoE:
     """Re-arrange the packed weights of one layer for the kernels (bytes move, nothing is re-quantized).
 
-    w13: codes uint8 [E, 2I, H/2] (gate rows, then up rows; low nibble = even k), block scales float8_e4m3fn [E, 2I, H/16],
-    decode global scales float32 [E, 2] (or [E]: shared); w2: [E, H, I/2], [E, H, I/16], float32 [E]. `out` is a
-    preparation of the same shapes to write into, so that captured graphs see the new weights. Raises FormatError.
+    w13: codes uint8 [E, 2I, H/2] (gate rows, then up rows; low nibble = even k), block scales float8_e4m3fn
+    [E, 2I, H/16], decode global scales float32 [E, 2] (or [E]: shared); w2: [E, H, I/2], [E, H, I/16], float32 [E].
+    `out` is a preparation of the same shapes to write into, so that captured graphs see the new weights. Raises
+    FormatError.
     """
     experts, rows13, half_h = w13_codes.shape
     hidden, intermediate = 2 * half_h, rows13 // 2
@@ -128,8 +130,8 @@ def prepare_moe_weights(
         out = PreparedMoE(
             torch.empty(shape13, dtype=torch.uint8, device=device),
             torch.empty(shape2, dtype=torch.uint8, device=device),
-            torch.empty(experts, 2, device=device),
-            torch.empty(experts, 2, device=device),
+            torch.empty(experts, 2, dtype=torch.float32, device=device),
+            torch.empty(experts, 2, dtype=torch.float32, device=device),
             hidden,
             intermediate,
         )
@@ -139,12 +141,23 @@ def prepare_moe_weights(
             f"not for {(experts, hidden, intermediate)}"
         )
     order13, order2 = gate_up_order(intermediate), pair_order(hidden)
-    for e in range(experts):
-        out.w13[e].copy_(arrange(w13_codes[e], w13_scales[e], order13))
-        out.w2[e].copy_(arrange(w2_codes[e], w2_scales[e], order2))
+    chunk = max(1, _PREPARE_CODES // (rows13 * hidden))
+    for first in range(0, experts, chunk):
+        part = slice(first, first + chunk)
+        out.w13[part].copy_(arrange(w13_codes[part], _rows(w13_scales, part), order13))
+        out.w2[part].copy_(arrange(w2_codes[part], _rows(w2_scales, part), order2))
     out.w13_decode.copy_(w13_decode if w13_decode.dim() == 2 else w13_decode[:, None].expand(-1, 2))
     out.w2_decode.copy_(w2_decode[:, None].expand(-1, 2))
     return out
+
+
+_PREPARE_CODES = 1 << 25
+"""Codes arranged at a time: bounds the scratch memory to about 0.5 GB."""
+
+
+def _rows(scales: Tensor, part: slice) -> Tensor:
+    # indexing float8 tensors needs kernels that some torch releases lack
+    return scales.view(torch.uint8)[part].view(torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
@@ -153,7 +166,7 @@ class Tuning:
 
     prefill: bool | None = None
     """Use the wgmma GEMM (many tokens per expert) instead of the streaming one."""
-    k_groups: int = 2
+    k_groups: int | None = None
     """Warps of the streaming GEMM that share rows and split K: 1, 2 or 4 (units of 512, 256 or 128 rows)."""
     capacity: int | None = None
     """Tokens of one expert that the streaming GEMM keeps in shared memory: 8, 16, 24 or 32."""
@@ -182,10 +195,10 @@ def quads_moe(
 ) -> Tensor:
     """y [M, H] = sum over top-k of router weight * w2(silu(gate) * up), activations in NVFP4, in x's dtype.
 
-    x: bfloat16 or float16 [M, H], rows contiguous; topk_weights: float32 [M, k]; topk_ids: int32 or int64 [M, k], global
-    expert ids, those outside 0..global-1 contribute nothing; expert_map: int32 [global experts], local expert or -1. g13
-    (float32 scalar) and g2 (float32 [E]) are static encode global scales, None means one per token. Capturable in
-    a CUDA graph; tensors of `compensation`, g13 and g2 are read at replay.
+    x: bfloat16 or float16 [M, H], rows contiguous; topk_weights: float32 [M, k]; topk_ids: int32 or int64 [M, k],
+    global expert ids, those outside 0..global-1 contribute nothing; expert_map: int32 [global experts], local expert or
+    -1. g13 (float32 scalar) and g2 (float32 [E]) are static encode global scales, None means one per token. Capturable
+    in a CUDA graph; tensors of `compensation`, g13 and g2 are read at replay.
     """
     _check(x, prepared, topk_weights, topk_ids, expert_map)
     tokens, top_k = topk_ids.shape
@@ -197,18 +210,14 @@ def quads_moe(
     device, pairs, experts = x.device, tokens * top_k, prepared.num_experts
     k1, k2 = padded_k(prepared.hidden), padded_k(prepared.intermediate)
     global_experts = experts if expert_map is None else expert_map.numel()
-    mean = pairs / global_experts
-    prefill = tuning.prefill if tuning.prefill is not None else mean > PREFILL_THRESHOLD
-    capacity = PREFILL_TOKENS if prefill else _capacity(tokens, mean, max(k1, k2), tuning)
+    prefill1, prefill2, k_groups, capacity = _plan(tokens, pairs, global_experts, k1, k2, tuning)
     max_segments = min(pairs, experts + pairs // capacity)
     blocks = -(-pairs // lib.quads_pairs_per_block())
-    flags = 0 if prefill else lib.quads_moe_decode_flags()
 
-    sizes = (pairs, pairs, 3 * max_segments, 1, *((pairs, blocks * experts) if blocks > 1 else (0, 0)), flags, flags)
+    sizes = (pairs, pairs, 3 * max_segments, 1, *((pairs, blocks * experts) if blocks > 1 else (0, 0)))
     integers = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
-    pair_expert, sorted_pairs, segments, num_segments, rank, histogram, flags1, flags2 = integers
-    partial = torch.empty(0 if prefill else lib.quads_moe_decode_partial_bytes(), dtype=torch.uint8, device=device)
-    decode = torch.empty(tokens + pairs, device=device)
+    pair_expert, sorted_pairs, segments, num_segments, rank, histogram = integers
+    decode = torch.empty(tokens + pairs, dtype=torch.float32, device=device)
     operand1 = torch.empty(tokens, k1, dtype=torch.float16, device=device)
     h = torch.empty(pairs, prepared.intermediate, dtype=x.dtype, device=device)
     operand2 = torch.empty(pairs, k2, dtype=torch.float16, device=device)
@@ -230,8 +239,6 @@ def quads_moe(
         capacity=capacity,
         rank=rank.data_ptr(),
         histogram=histogram.data_ptr(),
-        flags=flags1.data_ptr(),
-        num_flags=2 * flags,
         blocks=blocks,
     )
     quantize1 = QuantizeArgs(
@@ -272,10 +279,8 @@ def quads_moe(
         ldo=prepared.intermediate,
         bias_stride=2 * prepared.intermediate,
         max_tokens=capacity,
-        partial=partial.data_ptr(),
-        partial_ready=flags1.data_ptr(),
     )
-    _gemm(lib, gemm, _SWIGLU, dtype, prefill, tuning.k_groups, False, stream)
+    _gemm(lib, gemm, _SWIGLU, dtype, prefill1, k_groups, False, stream)
     quantize2 = QuantizeArgs(
         x=h.data_ptr(),
         g=_native.pointer(g2),
@@ -305,8 +310,7 @@ def quads_moe(
     gemm.row_divisor = 1
     gemm.channels = prepared.hidden
     gemm.ldo = prepared.hidden
-    gemm.partial_ready = flags2.data_ptr()
-    _gemm(lib, gemm, _PLAIN, _DTYPES[y.dtype], prefill, tuning.k_groups, tuning.early_weights, stream)
+    _gemm(lib, gemm, _PLAIN, _DTYPES[y.dtype], prefill2, k_groups, tuning.early_weights, stream)
     _native.check(
         lib.quads_sum(
             y.data_ptr(),
@@ -328,19 +332,30 @@ def quads_moe(
 
 PREFILL_THRESHOLD = 24.0
 """Mean tokens per expert above which the wgmma GEMM is used."""
+SMALL_UNITS_PAIRS = 16
+"""Up to this many pairs the streaming GEMM takes units of 128 rows, else of 512."""
 FLOAT32_PARTIALS_PAIRS = 4096
 """Up to this many pairs the per-pair outputs stay in FP32 until they are summed."""
 
 
-def _capacity(tokens: int, mean: float, k: int, tuning: Tuning) -> int:
-    limit = _native.library().quads_moe_decode_capacity(k // K_BLOCK, tuning.k_groups)
-    if limit == 0:
-        raise FormatError(f"K = {k} is too long for the streaming GEMM's shared memory; use Tuning(prefill=True)")
-    if tuning.capacity is not None:
-        return min(tuning.capacity, limit)
-    # Room for all but the rarest experts under uniform routing: mean + 3 standard deviations.
-    wanted = min(float(tokens), mean + 3.0 * mean**0.5 + 1.0)
-    return min(-(-int(wanted + 0.999) // 8) * 8, limit)
+def _plan(tokens: int, pairs: int, experts: int, k1: int, k2: int, tuning: Tuning) -> tuple[bool, bool, int, int]:
+    """Kernel of each GEMM (True: wgmma), K groups, tokens of a segment; decided without a look at the device.
+
+    The streaming GEMM keeps a segment's tokens in shared memory over the whole K, which bounds K times the tokens.
+    Where not even 8 fit, that GEMM takes the wgmma kernel; where most experts would be read more than once, both do.
+    """
+    mean = pairs / experts
+    # Few units: small ones, to occupy every multiprocessor. Otherwise large ones, which need no sum across warps.
+    k_groups = tuning.k_groups if tuning.k_groups is not None else (4 if pairs <= SMALL_UNITS_PAIRS else 1)
+    capacity = _native.library().quads_moe_decode_capacity
+    limits = [capacity(k // K_BLOCK, k_groups) for k in (k1, k2)]
+    limit = min((n for n in limits if n), default=0)
+    prefill = tuning.prefill if tuning.prefill is not None else mean > min(PREFILL_THRESHOLD, 1.5 * limit)
+    if prefill or limit == 0:
+        return True, True, k_groups, PREFILL_TOKENS
+    # Room for all but a few percent of the experts under uniform routing; the others are computed in two parts.
+    wanted = tuning.capacity if tuning.capacity is not None else min(float(tokens), mean + 2.0 * mean**0.5)
+    return limits[0] == 0, limits[1] == 0, k_groups, min(-(-int(wanted + 0.999) // 8) * 8, limit)
 
 
 def _gemm(

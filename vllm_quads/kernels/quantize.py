@@ -51,14 +51,14 @@ def quantize_merged(
 ) -> Merged:
     """Q(x) + scatter(Q(x - Q(x))), bit-identical to `compensation.forms.merged` in FP16.
 
-    x: bfloat16 or float16 [M, K], contiguous rows. mask: bool [G, K/16], blocks that get the residual; group: int32 [M], the
-    row's entry of mask and g (None: 0; negative rows are skipped); full: bool [M], rows that get every block's
+    x: bfloat16 or float16 [M, K], contiguous rows. mask: bool [G, K/16], blocks that get the residual; group: int32
+    [M], the row's entry of mask and g (None: 0; negative rows are skipped); full: bool [M], rows that get every block's
     residual. center: float32 [K]. g: float32 [G] static encode global scales, None means one per row.
     """
     _check(x)
     m, k = x.shape
     values = torch.empty(m, k, dtype=torch.float16, device=x.device)
-    decode = torch.empty(m, device=x.device)
+    decode = torch.empty(m, dtype=torch.float32, device=x.device)
     args = QuantizeArgs(
         x=x.data_ptr(),
         center=_native.pointer(center),
@@ -100,7 +100,7 @@ def quantize_packed(
     codes = torch.empty(m, columns * 8, dtype=torch.uint8, device=x.device)
     shape = padded_shape(m, columns) if swizzled else (m, columns)
     scales = torch.zeros(shape, dtype=torch.uint8, device=x.device)
-    decode = torch.empty(m, device=x.device)
+    decode = torch.empty(m, dtype=torch.float32, device=x.device)
     args = QuantizeArgs(
         x=x.data_ptr(),
         center=_native.pointer(center),

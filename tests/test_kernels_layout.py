@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prepared weight layout holds every weight where the CUDA kernels look for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_quads.kernels.layout import (
+    BLOCK_BYTES,
+    arrange,
+    gate_up_order,
+    padded_k,
+    padded_rows,
+    pair_order,
+    restore,
+)
+from vllm_quads.nvfp4 import FormatError, PackedTensor
+
+SHAPES = [(128, 256), (192, 64), (576, 192), (96, 576), (1536, 512)]
+
+
+def packed(n: int, k: int, seed: int = 0) -> PackedTensor:
+    """Random weights whose block scales span the whole E4M3 range, subnormals and zero included."""
+    gen = torch.Generator().manual_seed(seed)
+    scales = torch.randint(0, 127, (n, k // 16), generator=gen, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    codes = torch.randint(0, 256, (n, k // 2), generator=gen, dtype=torch.uint8)
+    return PackedTensor(codes, scales, torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_preparation_is_lossless(n: int, k: int) -> None:
+    """Codes and block scales come back byte for byte, for both row orders, tiles that N and K do not fill included."""
+    w = packed(n, k)
+    for order in (pair_order(n), *([gate_up_order(n // 2)] if n % 32 == 0 else [])):
+        prepared = arrange(w.codes[None], w.block_scales[None], order)
+        codes, scales = restore(prepared[0], order, n, k)
+        assert torch.equal(codes, w.codes)
+        assert torch.equal(scales.view(torch.uint8), w.block_scales.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_experts_are_prepared_independently(n: int, k: int) -> None:
+    """Preparing several experts at once gives each the bytes that it gets alone."""
+    a, b = packed(n, k, 1), packed(n, k, 2)
+    order = pair_order(n)
+    both = arrange(
+        torch.stack((a.codes, b.codes)),
+        torch.stack((a.block_scales.view(torch.uint8), b.block_scales.view(torch.uint8))).view(torch.float8_e4m3fn),
+        order,
+    )
+    for one, w in zip(both, (a, b), strict=True):
+        assert torch.equal(one, arrange(w.codes[None], w.block_scales[None], order)[0])
+
+
+def kernel_view(prepared: Tensor, rows: int, k: int) -> np.ndarray:
+    """The matrix [rows, k] of q * s * 2^-14 as the kernels see it: csrc/weights.cuh, written out lane by lane."""
+    raw = prepared.numpy()
+    tiles, kblocks = rows // 64, k // 64
+    out = np.zeros((rows, k), dtype=np.float32)
+    lanes = np.arange(32)
+    g, t = lanes // 4, lanes % 4
+    mask = np.uint32(0x8E008E00)
+    for tile in range(tiles):
+        first = tile // 4 * 4
+        in_group = min(4, tiles - first)
+        for kb in range(kblocks):
+            block = raw[first * kblocks + kb * in_group + tile - first]
+            for brick in range(4):
+                words = block[brick * 512 : brick * 512 + 512].view(np.uint32).reshape(32, 4)
+                scale_words = block[2048 + brick * 64 : 2048 + brick * 64 + 64].view(np.uint32).reshape(8, 2)
+                for step in range(4):
+                    sw = scale_words[g, step // 2]
+                    if step % 2:
+                        sw = (sw << np.uint32(8)) | (sw >> np.uint32(24))
+                    halves = (sw & np.uint32(0x7F807F80)).view(np.uint16).reshape(32, 2).view(np.float16)
+                    w = words[:, step]
+                    registers = (
+                        (w ^ (w >> np.uint32(3))) & mask,
+                        (w ^ (w << np.uint32(2))) & mask,
+                        (w << np.uint32(6)) & mask,
+                        (w << np.uint32(9)) & mask,
+                    )
+                    for r, bits in enumerate(registers):
+                        values = bits.view(np.uint16).reshape(32, 2).view(np.float16) * halves[:, r % 2 : r % 2 + 1]
+                        row = tile * 64 + brick * 16 + g + 8 * (r % 2)
+                        column = kb * 64 + step * 16 + 8 * (r // 2) + 2 * t
+                        out[row, column], out[row, column + 1] = values[:, 0], values[:, 1]
+    return out
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_register_decode_is_exact(n: int, k: int) -> None:
+    """The kernels' bit operations and one FP16 multiplication give exactly q * s * 2^-14 everywhere; 0 in padding."""
+    w = packed(n, k, 3)
+    order = pair_order(n)
+    seen = kernel_view(arrange(w.codes[None], w.block_scales[None], order)[0], order.numel(), padded_k(k))
+    want = torch.zeros(order.numel(), padded_k(k))
+    valid = order >= 0
+    want[valid, :k] = w.scaled()[order[valid]] * 2.0**-14
+    assert np.array_equal(seen, want.numpy())
+
+
+def test_row_orders_are_what_the_epilogues_expect() -> None:
+    """channel_of() of csrc/moe_params.cuh and the row orders agree, gate and up of a channel are 8 rows apart."""
+    inter, hidden = 96, 320
+    gate_up, pairs = gate_up_order(inter), pair_order(hidden)
+    assert gate_up.numel() == padded_rows(2 * inter)
+    for position in range(0, gate_up.numel(), 16):
+        tile, brick = position // 64, position % 64 // 16
+        for g in range(8):
+            c = (tile // 2) * 64 + brick * 16 + 2 * g + tile % 2
+            expected = (c, c + inter) if c < inter else (-1, -1)
+            assert (int(gate_up[position + g]), int(gate_up[position + g + 8])) == expected
+    for position in range(0, pairs.numel(), 16):
+        tile, brick = position // 64, position % 64 // 16
+        for g in range(8):
+            c = (tile // 2) * 128 + brick * 32 + 4 * g + 2 * (tile % 2)
+            expected = (c, c + 1) if c < hidden else (-1, -1)
+            assert (int(pairs[position + g]), int(pairs[position + g + 8])) == expected
+
+
+def test_tensors_that_do_not_belong_together_are_refused() -> None:
+    """Codes and scales of different matrices raise instead of being re-arranged into garbage."""
+    w = packed(64, 64)
+    with pytest.raises(FormatError, match="do not belong together"):
+        arrange(w.codes[None], w.block_scales[None, :32], pair_order(64))
+    assert arrange(w.codes[None], w.block_scales[None], pair_order(64)).shape[-1] == BLOCK_BYTES
