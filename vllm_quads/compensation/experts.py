@@ -117,7 +117,7 @@ def experts_forward(
     y2 = _grouped(h, c2, pairs, None, experts.w2, contract, pair_decode)
 
     weight = topk_weights.to(torch.float32).flatten()[pairs.slot]
-    out = torch.zeros(x.shape[0], y2.shape[1], device=x.device)
+    out = torch.zeros(x.shape[0], y2.shape[1], dtype=torch.float32, device=x.device)
     out.index_add_(0, pairs.token, y2 * weight[:, None])
     return out.to(x.dtype)
 
@@ -180,5 +180,5 @@ def _grouped(
         forms = token_forms(contract.compensation.form, count, own_decode, x.device)
         outputs.append(multiply_pairs(own, own_scale, forms, under_contract(matrix, contract)))
     if not outputs:
-        return torch.zeros(0, matrices[0].weight.shape[0], device=x.device)
+        return torch.zeros(0, matrices[0].weight.shape[0], dtype=torch.float32, device=x.device)
     return torch.cat(outputs)

@@ -51,7 +51,7 @@ def refresh(
     scores: dict[str, SiteScore] = {}
     for name, site in sites.items():
         k = site.weight.shape[-1]
-        centers[name] = torch.zeros(k, device=site.statistics.energy.device)
+        centers[name] = torch.zeros(k, dtype=torch.float32, device=site.statistics.energy.device)
         energy = site.statistics.mean_energy()
         if contract.activation.centering is not Centering.NONE and not site.per_expert_input:
             centers[name] = site.statistics.center(contract.activation.centering)

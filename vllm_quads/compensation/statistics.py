@@ -74,12 +74,12 @@ class SiteStatistics:
         """
         k = self.ring.shape[1]
         if kind is Centering.NONE:
-            return torch.zeros(k, device=self.ring.device)
+            return torch.zeros(k, dtype=torch.float32, device=self.ring.device)
         if not self.ring.shape[0]:
             raise FormatError(f"centring {kind.value!r} needs statistics with a ring (ring_rows > 0)")
         rows = self.rows().to(torch.float32)
         if rows.shape[0] == 0:
-            return torch.zeros(k, device=self.ring.device)
+            return torch.zeros(k, dtype=torch.float32, device=self.ring.device)
         return rows.mean(dim=0) if kind is Centering.MEAN else rows.median(dim=0).values
 
     def mean_energy(self) -> Tensor:

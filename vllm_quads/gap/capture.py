@@ -196,7 +196,7 @@ def _generate(
         prompt_token_ids=[list(ids) for ids in prompts],
         token_ids=token_ids,
         logprobs=[
-            torch.tensor([step[token].logprob for step, token in zip(c.logprobs or [], ids, strict=True)])
+            torch.tensor([s[t].logprob for s, t in zip(c.logprobs or [], ids, strict=True)], dtype=torch.float32)
             for c, ids in zip(completions, token_ids, strict=True)
         ],
         distributions=recorded if distributions else None,
