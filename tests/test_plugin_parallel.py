@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor and expert parallelism: ranks load shards of one and the same quantized weight."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("vllm")
+
+from vllm_quads.nvfp4 import BLOCK_SIZE, CheckpointError, ContractError, PackedTensor
+from vllm_quads.plugin.linear import QuadsLinearMethod
+from vllm_quads.plugin.loading import PackedLoader
+from vllm_quads.plugin.moe import QuadsMoEMethod
+
+EXPERTS, HIDDEN, INTER = 4, 64, 96
+PREFIX = "model.layers.0.mlp.experts"
+
+
+class Config:
+    """What the methods ask of a `QuadsConfig`."""
+
+    def __init__(self) -> None:
+        self.runtimes: dict[str, Any] = {}
+
+    def make_loader(self, layer: nn.Module, groups: Any) -> PackedLoader:
+        return PackedLoader(layer, groups, str)
+
+    def add_runtime(self, key: str, runtime: Any) -> None:
+        self.runtimes[key] = runtime
+
+    @property
+    def contract(self) -> Any:
+        from vllm_quads.nvfp4 import Contract
+
+        return Contract()
+
+
+def moe_layer(tp: tuple[int, int] = (0, 1), ep: tuple[int, int] = (0, 1)) -> tuple[nn.Module, QuadsMoEMethod]:
+    """A MoE layer of one rank: (rank, size) of tensor and of expert parallelism."""
+    layer: Any = nn.Module()
+    parallel = SimpleNamespace(tp_rank=tp[0], tp_size=tp[1], enable_eplb=False)
+    layer.moe_config = SimpleNamespace(moe_parallel_config=parallel, has_bias=False, is_lora_enabled=False)
+    layer.activation, layer.apply_router_weight_on_input = "silu", False
+    layer.swiglu_limit, layer.global_num_experts = None, EXPERTS
+    local = EXPERTS // ep[1]
+    layer.expert_map = None
+    if ep[1] > 1:
+        layer.expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
+        layer.expert_map[ep[0] * local : (ep[0] + 1) * local] = torch.arange(local, dtype=torch.int32)
+    method = QuadsMoEMethod.__new__(QuadsMoEMethod)
+    method.config, method.prefix, method.key = Config(), PREFIX, "quads.x"
+    method.num_experts, method._matrices = EXPERTS, {}
+    method.create_weights(layer, local, HIDDEN, INTER // tp[1], torch.bfloat16)
+    return layer, method
+
+
+def weights() -> dict[tuple[int, str], torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    shapes = {"w1": (INTER, HIDDEN), "w3": (INTER, HIDDEN), "w2": (HIDDEN, INTER)}
+    out = {
+        (e, s): torch.randn(*shape, generator=g).to(torch.bfloat16)
+        for e in range(EXPERTS)
+        for s, shape in shapes.items()
+    }
+    out[1, "w1"][-1, -1] = 40.0  # the amax of expert 1 lies in the last shard of both dimensions
+    out[1, "w2"][-1, -1] = 40.0
+    return out
+
+
+def load(layer: Any, method: QuadsMoEMethod) -> None:
+    for (expert, shard), weight in weights().items():
+        method._load(layer.w2_weight if shard == "w2" else layer.w13_weight, weight, "", shard, expert)
+    method._loader.finish()
+
+
+def test_tensor_parallel_shards_join_to_the_whole() -> None:
+    """Gate and up are cut along N, down along K; codes, block scales and global scales of the shards are those of the
+    whole weight, although the amax of a weight lies in one shard only."""
+    whole, method = moe_layer()
+    load(whole, method)
+    shards = [moe_layer(tp=(rank, 2)) for rank in range(2)]
+    for layer, shard_method in shards:
+        load(layer, shard_method)
+    for suffix in ("weight", "weight_scale"):
+        parts = [getattr(layer, f"w13_{suffix}").view(torch.uint8).chunk(2, dim=1) for layer, _ in shards]
+        joined = torch.cat([part[half] for half in (0, 1) for part in parts], dim=1)
+        assert torch.equal(joined, getattr(whole, f"w13_{suffix}").view(torch.uint8))
+        joined = torch.cat([getattr(layer, f"w2_{suffix}").view(torch.uint8) for layer, _ in shards], dim=2)
+        assert torch.equal(joined, getattr(whole, f"w2_{suffix}").view(torch.uint8))
+    for layer, _ in shards:
+        assert torch.equal(layer.w13_weight_scale_2, whole.w13_weight_scale_2)
+        assert torch.equal(layer.w2_weight_scale_2, whole.w2_weight_scale_2)
+
+
+def test_expert_parallel_ranks_hold_their_experts() -> None:
+    """Each rank keeps the experts of its expert map and ignores the others without an error."""
+    whole, method = moe_layer()
+    load(whole, method)
+    for rank in range(2):
+        layer, rank_method = moe_layer(ep=(rank, 2))
+        load(layer, rank_method)
+        mine = slice(rank * 2, rank * 2 + 2)
+        assert torch.equal(layer.w13_weight, whole.w13_weight[mine])
+        assert torch.equal(layer.w2_weight_scale.view(torch.uint8), whole.w2_weight_scale[mine].view(torch.uint8))
+        assert layer.quads.w2.group_index == ((0, 1), (2, 3))[rank]
+        assert rank_method._load(layer.w13_weight, torch.zeros(1), "", "w1", (3, 0)[rank], True) is False
+
+
+def test_split_that_cuts_a_block_is_refused() -> None:
+    """A shard of 24 channels would split a 16-channel block; the error says what to use instead."""
+    with pytest.raises(ContractError, match=r"into 24 channels a rank.*enable_expert_parallel"):
+        moe_layer(tp=(0, 4))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_replicated_key_and_value_heads(rank: int) -> None:
+    """With more ranks than key/value heads, q is cut and k, v are replicated, from one global scale for all."""
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(n, HIDDEN, generator=g).to(torch.bfloat16) for n in (128, 32, 32))
+    layer: Any = nn.Module()
+    layer.tp_rank, layer.total_num_heads, layer.total_num_kv_heads, layer.head_size = rank, 8, 2, 16
+    layer.num_kv_head_replicas = 2
+    method = QuadsLinearMethod.__new__(QuadsLinearMethod)
+    head = "model.layers.0.self_attn"
+    method.config, method.key, method.parts = Config(), "k", [f"{head}.{p}_proj" for p in "qkv"]
+    method.create_weights(layer, HIDDEN, [32, 16, 16], HIDDEN, 256, torch.bfloat16)
+    for shard, weight in zip("qkv", (q, k, v), strict=True):
+        method._load(layer.weight, weight, shard)
+    method._loader.finish()
+    amax = torch.cat((q, k, v)).abs().amax().float()
+    expected = [
+        PackedTensor.quantize(w, amax=amax).codes.chunk(parts)[index]
+        for w, parts, index in ((q, 4, rank), (k, 2, rank // 2), (v, 2, rank // 2))
+    ]
+    assert torch.equal(layer.weight, torch.cat(expected))
+
+
+def test_row_parallel_shard_and_fused_qkv_on_disk() -> None:
+    """o_proj is cut along K; a checkpoint that stores q, k, v as one tensor is split into its parts."""
+    g = torch.Generator().manual_seed(2)
+    layer: Any = nn.Module()
+    layer.tp_rank, layer.output_size = 1, 32
+    method = QuadsLinearMethod.__new__(QuadsLinearMethod)
+    method.config, method.key, method.parts = Config(), "k", ["model.layers.0.self_attn.o_proj"]
+    method.create_weights(layer, 32, [32], 64, 32, torch.bfloat16)
+    weight = torch.randn(32, 64, generator=g).to(torch.bfloat16)
+    method._load(layer.weight, weight)
+    packed = PackedTensor.quantize(weight)
+    assert torch.equal(layer.weight, packed.codes[:, 16:])
+    assert torch.equal(
+        layer.weight_scale.view(torch.uint8), packed.block_scales.view(torch.uint8)[:, 32 // BLOCK_SIZE :]
+    )
+
+    layer = nn.Module()
+    layer.output_sizes = [64, 32, 32]
+    method = QuadsLinearMethod.__new__(QuadsLinearMethod)
+    method.config, method.key, method.parts = Config(), "k", [f"model.layers.0.self_attn.{p}_proj" for p in "qkv"]
+    method.create_weights(layer, 64, [64, 32, 32], 64, 128, torch.bfloat16)
+    fused = torch.randn(128, 64, generator=g).to(torch.bfloat16)
+    method._load(layer.weight, fused)
+    assert torch.equal(layer.weight, PackedTensor.quantize(fused).codes)
+    with pytest.raises(CheckpointError, match="expected 128 rows"):
+        method._load(layer.weight, fused[:100])
+
+
+def test_loading_holds_little_besides_the_packed_layer() -> None:
+    """BF16 tensors are quantized on arrival: after each expert nothing of it is kept but its packed bytes."""
+    layer, method = moe_layer()
+    for (expert, shard), weight in weights().items():
+        method._load(layer.w2_weight if shard == "w2" else layer.w13_weight, weight, "", shard, expert)
+        pending = [s for s in method._loader._status.values() if s.pending is not None]
+        assert len(pending) <= 1
+    assert not pending
+    packed = sum(p.nbytes for p in layer.parameters())
+    master = sum(w.nbytes for w in weights().values())
+    assert packed < 0.3 * master
