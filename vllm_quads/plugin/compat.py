@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -30,7 +29,7 @@ __all__ = [
 
 
 _OLDEST = Version("0.26")
-_CPU_ROUTER = "vllm.model_executor.layers.fused_moe.router.cpu_router"
+_HAS_CPU_ROUTER = find_spec("vllm.model_executor.layers.fused_moe.router.cpu_router") is not None
 
 
 def _vllm_version() -> Version:
@@ -64,12 +63,7 @@ def is_cpu() -> bool:
 
 def routes_inside() -> bool:
     """True where the MoE method has to route itself: vLLM has a router for CPUs only from 0.30 on."""
-    return is_cpu() and not _has_cpu_router()
-
-
-@cache
-def _has_cpu_router() -> bool:
-    return find_spec(_CPU_ROUTER) is not None
+    return is_cpu() and not _HAS_CPU_ROUTER
 
 
 def route(layer: Any, router_logits: Tensor) -> tuple[Tensor, Tensor]:
