@@ -61,6 +61,8 @@ def test_spellings_meet(name: str, canonical: str) -> None:
         ("transformer.wte", Kind.EMBEDDING),
         ("lm_head", Kind.LM_HEAD),
         ("language_model.lm_head.weight", Kind.LM_HEAD),
+        ("output.weight", Kind.LM_HEAD),
+        ("model.layers.61.shared_head.head", Kind.LM_HEAD),
         ("model.layers.3.conv", Kind.OTHER),
     ],
 )

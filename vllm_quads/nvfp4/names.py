@@ -100,7 +100,7 @@ def kind_of(name: str) -> Kind:
         return Kind.EXPERT
     if leaf in ("gate", "router", "shared_expert_gate") or ".router." in name or ".gate.wg" in name:
         return Kind.ROUTER
-    if leaf == "lm_head" or ".lm_head." in name:
+    if leaf in ("lm_head", "output", "head") or ".lm_head." in name:  # Mistral's and an MTP layer's names
         return Kind.LM_HEAD
     if "embed" in leaf or leaf in ("wte", "wpe"):
         return Kind.EMBEDDING
