@@ -2,7 +2,7 @@
 """A vLLM logits processor that records the policy's distributions and can dictate the next token.
 
 Importing this module imports vLLM; `vllm_quads.gap.capture` is the way in. The processor uses vLLM's public V1
-interface (`vllm.v1.sample.logits_processor`), which is the same from 0.26 to 0.32. What it relies on:
+interface (`vllm.v1.sample.logits_processor`), which is the same from 0.26 to 0.33. What it relies on:
 
 * The V1 sampler takes ``raw_logprobs`` from the logits *before* processors run, so the log-prob that the engine
   returns for a dictated token is the model's own. It then hands processors a float32 copy. Built-in processors come
