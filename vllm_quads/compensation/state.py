@@ -3,8 +3,8 @@
 
 A site is one GEMM operand of one layer: `model.layers.3.mlp.experts.w13` (one input for all experts),
 `model.layers.3.mlp.experts.w2` (one input per expert), or a dense linear under its scale group,
-`model.layers.3.self_attn.qkv_proj`. The state changes only at a refit, is part of what a fingerprint covers, and is
-saved beside the checkpoint's shards as `quads/compensation.safetensors`.
+`model.layers.3.self_attn.qkv_proj`. The state changes only at a refit or by an explicit call, has a
+fingerprint of its own, and is saved beside the checkpoint's shards as `quads/compensation.safetensors`.
 """
 
 from __future__ import annotations
