@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small wrappers of PTX that several kernels use, and the launch helper.
+// Small wrappers of PTX that several kernels use, and the launch function.
 #pragma once
 
 #include <cuda_bf16.h>
