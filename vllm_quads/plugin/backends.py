@@ -49,6 +49,9 @@ def choose_backend(device: torch.device) -> BackendChoice:
 class ExpertsBackend(Protocol):
     """Multiplies with the experts of one layer."""
 
+    splits_auto: bool
+    """True if Form.AUTO tells decode from prefill tokens here, so that `forward` wants to know which are which."""
+
     def prepare(
         self,
         w13: tuple[Tensor, Tensor, Tensor],
@@ -65,6 +68,7 @@ class ExpertsBackend(Protocol):
         topk_ids: Tensor,
         contract: Contract,
         *,
+        expert_map: Tensor | None,
         w13_site: SiteState,
         w2_site: SiteState,
         g13: Tensor | None,
@@ -73,11 +77,22 @@ class ExpertsBackend(Protocol):
         w13_statistics: SiteStatistics | None,
         w2_statistics: SiteStatistics | None,
     ) -> Tensor:
-        """See `compensation.experts_forward`."""
+        """See `compensation.experts_forward`, but topk_ids [M, k] are global expert ids (negative: nobody's), and
+        expert_map (integer [global experts]: local expert or -1, None: all are local) says which ones are here."""
+
+
+def local_ids(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
+    """Local expert ids of global ones; negative where the expert lives elsewhere."""
+    if expert_map is None:
+        return topk_ids
+    local = expert_map[topk_ids.clamp(min=0).to(torch.int64)].to(torch.int64)
+    return torch.where(topk_ids < 0, -1, local)
 
 
 class TorchExperts:
     """Reference backend: `compensation.experts_forward` on float32 copies of the weights."""
+
+    splits_auto = True
 
     def __init__(self) -> None:
         self._prepared: PreparedExperts | None = None
@@ -99,6 +114,7 @@ class TorchExperts:
         topk_ids: Tensor,
         contract: Contract,
         *,
+        expert_map: Tensor | None,
         w13_site: SiteState,
         w2_site: SiteState,
         g13: Tensor | None,
@@ -112,7 +128,7 @@ class TorchExperts:
             x,
             self._prepared,
             topk_weights,
-            topk_ids,
+            local_ids(topk_ids, expert_map),
             contract,
             w13_site=w13_site,
             g13=g13,

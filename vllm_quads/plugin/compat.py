@@ -61,6 +61,12 @@ def is_cpu() -> bool:
     return current_platform.is_cpu()
 
 
+def captures_graphs(vllm_config: Any) -> bool:
+    """True if this engine captures CUDA graphs: what it replays runs no Python and reads no option again."""
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return torch.cuda.is_available() and not is_cpu() and mode is not None and mode.name != "NONE"
+
+
 def routes_inside() -> bool:
     """True where the MoE method has to route itself: vLLM has a router for CPUs only from 0.30 on."""
     return is_cpu() and not _HAS_CPU_ROUTER

@@ -69,7 +69,9 @@ class QuadsConfig(QuantizationConfig):
         self._model_type = ""
         self._num_layers: int | None = None
         self._dummy = False
+        self._captures = False
         self._verified = False
+        self._act_dtype: torch.dtype | None = None
         self._hook: Any = None
 
     # -- what vLLM asks of the class -----------------------------------------------------------------------------
@@ -118,6 +120,9 @@ class QuadsConfig(QuantizationConfig):
 
     def replace_contract(self, contract: Contract) -> None:
         """Switch to a contract with the same weights (see `engine.set_activation`)."""
+        if contract == self.contract:
+            return
+        self._refuse_under_graphs("keeps the options that its graphs were captured with")
         if needs_input_scales(contract):
             for runtime in self.runtimes.values():
                 if not runtime.loader.has_input_scales():
@@ -129,6 +134,35 @@ class QuadsConfig(QuantizationConfig):
         self._contract = contract
         for runtime in self.runtimes.values():
             runtime.state_changed()
+
+    def collect(self, on: bool) -> None:
+        """Start or stop gathering statistics in every layer. Raises ContractError where captured graphs would not."""
+        if on:
+            self._refuse_under_graphs("would miss every token of a captured graph")
+        for runtime in self.runtimes.values():
+            runtime.collect(on)
+
+    def _refuse_under_graphs(self, why: str) -> None:
+        if self._captures:
+            raise ContractError(f"this engine replays captured CUDA graphs and {why}; start it with enforce_eager=True")
+
+    def _refuse_to_capture_reference(self) -> None:
+        """The torch reference of a MoE layer reads token counts on the host, which CUDA graphs cannot capture."""
+        if not self._captures:
+            return
+        choice = choose_backend(torch.get_default_device())
+        why = None
+        if choice.name == "torch":
+            why = choice.reason
+        elif self.contract.scheme is Scheme.W4A16:
+            why = "the fused kernels compute W4A4 only, and scheme 'w4a16' runs the torch reference"
+        elif self._act_dtype is torch.float32:
+            why = "the fused kernels take BF16 and FP16 only, and dtype float32 runs the torch reference"
+        if why is not None:
+            raise ContractError(
+                f"MoE layers cannot be captured into CUDA graphs here ({why}); start with --enforce-eager "
+                f"(enforce_eager=True)"
+            )
 
     def _bind(self) -> None:
         if self._contract is not None:
@@ -156,6 +190,8 @@ class QuadsConfig(QuantizationConfig):
         self._model_type = str(getattr(text_config, "model_type", ""))
         self._num_layers = getattr(text_config, "num_hidden_layers", None)
         self._dummy = load_format == "dummy"
+        self._captures = compat.captures_graphs(vllm_config)
+        self._act_dtype = model_config.dtype
         self._contract = contract
         if compat.is_cpu():
             self._hook = register_module_module_registration_hook(self._keep_plain)
@@ -175,7 +211,10 @@ class QuadsConfig(QuantizationConfig):
         """The method of one layer; raises ContractError for layers that the contract may not select."""
         self._bind()
         if isinstance(layer, RoutedExperts):
-            return QuadsMoEMethod(self, prefix, layer) if self._decide(self._expert_shapes(layer, prefix)) else None
+            if not self._decide(self._expert_shapes(layer, prefix)):
+                return None
+            self._refuse_to_capture_reference()
+            return QuadsMoEMethod(self, prefix, layer)
         if isinstance(layer, LinearBase):
             shapes = self._linear_shapes(layer, prefix)
             if self._decide(shapes):
@@ -287,6 +326,8 @@ class QuadsConfig(QuantizationConfig):
                 f"compensation state names {unknown[0]}, which is no quantized site of this model (sites look like "
                 f"{next(iter(sorted(sites)), '(none)')!r}); calibrate again with `quads quantize --calibrate`"
             )
+        for runtime in self.runtimes.values():  # all before the first one changes
+            runtime.check_state(state.sites)
         for runtime in self.runtimes.values():
             runtime.set_state(state.sites)
         self.sensitivities = dict(state.sensitivities)

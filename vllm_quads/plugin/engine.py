@@ -100,6 +100,11 @@ class VllmEngine:
         staged = self._require_staged()
         start = time.perf_counter()
         self._staged = None
+        if self._llm.llm_engine.has_unfinished_requests():
+            raise RefitError(
+                "requests were added since the refit began, which would mix two policies; let them finish and push "
+                "again. The previous weights keep serving"
+            )
         fingerprint, size = staged.commit()
         # vLLM does not do this by itself: cached key/value blocks belong to the old weights.
         if not self._llm.reset_prefix_cache():
@@ -118,7 +123,8 @@ class VllmEngine:
     def set_activation(self, contract: Contract) -> None:
         """Switch scheme, activation and compensation options of the running engine.
 
-        Raises ContractError if the contract also differs in what is quantized or how weights are.
+        Raises ContractError if the contract also differs in what is quantized or how weights are, or if the engine
+        replays CUDA graphs, which keep the options that they were captured with.
         """
         mine = self.contract()
         keep = {key: getattr(mine, key) for key in _RUNTIME_SECTIONS}
@@ -134,13 +140,11 @@ class VllmEngine:
         self._llm.reset_prefix_cache()
 
     def collect_statistics(self, on: bool = True) -> None:
-        """Start or stop gathering error statistics while the engine generates."""
+        """Start or stop gathering error statistics while the engine generates.
 
-        def collect(config: QuadsConfig) -> None:
-            for runtime in config.runtimes.values():
-                runtime.collect(on)
-
-        self._read(collect)
+        Raises ContractError for an engine with CUDA graphs, which would replay without gathering.
+        """
+        self._read(lambda config: config.collect(on))
 
     def reset_statistics(self) -> None:
         """Forget the statistics gathered so far."""

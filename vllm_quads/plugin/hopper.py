@@ -15,12 +15,15 @@ from vllm_quads.compensation import SiteState, SiteStatistics
 from vllm_quads.compensation.experts import experts_forward, prepare_experts
 from vllm_quads.kernels import MoECompensation, PreparedMoE, prepare_moe_weights, quads_moe
 from vllm_quads.nvfp4 import BlockScaleRule, Centering, Contract, Form, PackedTensor, Scheme
+from vllm_quads.plugin.backends import local_ids
 
 Packed = tuple[Tensor, Tensor, Tensor]
 
 
 class HopperExperts:
     """`backends.ExpertsBackend` on compute capability 9.0."""
+
+    splits_auto = False
 
     def __init__(self) -> None:
         self._moe: PreparedMoE | None = None
@@ -40,6 +43,7 @@ class HopperExperts:
         topk_ids: Tensor,
         contract: Contract,
         *,
+        expert_map: Tensor | None,
         w13_site: SiteState,
         w2_site: SiteState,
         g13: Tensor | None,
@@ -52,12 +56,13 @@ class HopperExperts:
         assert self._packed is not None
         gathering = w13_statistics is not None or w2_statistics is not None
         if contract.scheme is Scheme.W4A16 or gathering or x.dtype is torch.float32:
-            # Off the fast path: the reference, on operands decoded for this call alone.
+            # Off the fast path: the reference, on operands decoded for this call alone. It cannot be captured, which
+            # `config` sees to.
             return experts_forward(
                 x,
                 prepare_experts(*self._packed, w13_site, w2_site),
                 topk_weights,
-                topk_ids,
+                local_ids(topk_ids, expert_map),
                 contract,
                 w13_site=w13_site,
                 g13=g13,
@@ -75,6 +80,7 @@ class HopperExperts:
             four_over_six=contract.activation.block_scale_rule is BlockScaleRule.FOUR_OVER_SIX,
             g13=g13,
             g2=g2,
+            expert_map=expert_map,
         )
 
     def _compensation(self, contract: Contract, w13: SiteState, w2: SiteState) -> MoECompensation:

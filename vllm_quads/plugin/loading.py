@@ -259,6 +259,7 @@ class PackedLoader:
         Called once after the first load and after every layerwise reload, on freshly made parameters.
         """
         self._counting = False
+        self._renewed.clear()
         for matrix in self.matrices:
             status = self._status[matrix.name]
             if not status.complete:
@@ -298,6 +299,7 @@ class PackedLoader:
         for status in self._status.values():
             status.fields.clear()
             status.pending = None
+        self._renewed.clear()  # or the next load would count as complete too early
         self.version += 1
 
     @property

@@ -154,6 +154,7 @@ class StagedRefit:
             self._model.load_weights(named)
         for runtime in self._config.runtimes.values():
             runtime.loader.check_settled()
+            runtime.settle_for_graphs()
 
     def _engine_name(self, name: str) -> str:
         return self._config.disk_name(str(TensorName.parse(name)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vllm_quads.compensation import SiteInputs, SiteState, SiteStatistics, uses_blocks
 from vllm_quads.compensation.statistics import RING_ROWS
-from vllm_quads.nvfp4 import BLOCK_SIZE, ActivationGlobalScale, Centering, CheckpointError, Contract, PackedTensor
+from vllm_quads.nvfp4 import BLOCK_SIZE, ActivationGlobalScale, Centering, CheckpointError, Contract, Form, PackedTensor
 from vllm_quads.nvfp4.formats import E4M3_MAX
 from vllm_quads.nvfp4.reference import FOUR_OVER_SIX_E4M3_MAX, BlockScaleRule
 from vllm_quads.plugin import compat
@@ -89,19 +89,27 @@ class LayerRuntime(nn.Module):
 
     # -- compensation state --------------------------------------------------------------------------------------
 
-    def set_state(self, sites: Mapping[str, SiteState]) -> None:
-        """Copy the state of this layer's sites into the fixed buffers; sites that are not given are emptied."""
+    def check_state(self, sites: Mapping[str, SiteState]) -> None:
+        """Raise CheckpointError if the state of one of this layer's sites has another shape."""
         for name, spec in self.specs.items():
             state = sites.get(name)
             if state is None:
-                getattr(self, f"{spec.key}_center").zero_()
-                getattr(self, f"{spec.key}_blocks").zero_()
                 continue
             if state.center.numel() != spec.full_k or state.blocks.shape[0] != spec.full_groups:
                 raise CheckpointError(
                     f"compensation state of {name}: has {state.center.numel()} channels and {state.blocks.shape[0]} "
                     f"groups, expected {spec.full_k} and {spec.full_groups}; calibrate again with this model"
                 )
+
+    def set_state(self, sites: Mapping[str, SiteState]) -> None:
+        """Copy the state of this layer's sites, which `check_state` has let through, into the fixed buffers; sites that
+        are not given are emptied."""
+        for name, spec in self.specs.items():
+            state = sites.get(name)
+            if state is None:
+                getattr(self, f"{spec.key}_center").zero_()
+                getattr(self, f"{spec.key}_blocks").zero_()
+                continue
             groups = torch.tensor(spec.group_index, dtype=torch.int64)
             blocks = state.blocks.cpu()[groups]
             start = spec.k_start // BLOCK_SIZE
@@ -180,7 +188,6 @@ class ExpertsRuntime(LayerRuntime):
         super().__init__(config, layer, loader, [w13, w2])
         self.w13, self.w2 = w13, w2
         self.backend = make_experts_backend(torch.get_default_device())
-        self._expert_map: Tensor | None = None
 
     def _packed(self, prefix: str) -> tuple[Tensor, Tensor, Tensor]:
         layer = self.layer
@@ -198,21 +205,20 @@ class ExpertsRuntime(LayerRuntime):
         """MoE output [M, H] of x [M, H] with global expert ids [M, k] (negative: nobody's)."""
         layer, w13, w2 = self.layer, self.active[self.w13.name], self.active[self.w2.name]
         self.settle()
-        if layer.expert_map is not None:
-            local = layer.expert_map[topk_ids.clamp(min=0).to(torch.int64)].to(torch.int64)
-            topk_ids = torch.where(topk_ids < 0, -1, local)
         # One input for all experts of w13 has one scale: the largest amax that any of them was calibrated with.
         g13 = self.static_scale(layer.w13_input_scale.data.amax())
+        split = self.backend.splits_auto and self.contract.compensation.form is Form.AUTO
         return self.backend.forward(
             x,
             topk_weights,
             topk_ids,
             self.contract,
+            expert_map=layer.expert_map,
             w13_site=w13,
             w2_site=w2,
             g13=g13,
             g2=self.static_scale(layer.w2_input_scale.data),
-            decode=compat.decode_mask(x.shape[0], x.device),
+            decode=compat.decode_mask(x.shape[0], x.device) if split else None,
             w13_statistics=self.gathering(self.w13.name),
             w2_statistics=self.gathering(self.w2.name),
         )
@@ -259,12 +265,19 @@ class LinearRuntime(LayerRuntime):
         state = self.active[self.site.name]
         self.settle()
         flat = x.reshape(-1, x.shape[-1])
+        contract = self.contract
+        decode = None
+        if contract.compensation.form is Form.AUTO:
+            if x.is_cuda:  # a captured graph cannot split its tokens by form; the Hopper experts do the same
+                contract = replace(contract, compensation=replace(contract.compensation, form=Form.ROWS))
+            else:
+                decode = compat.decode_mask(flat.shape[0], x.device)
         y = self.backend.forward(
             flat,
-            self.contract,
+            contract,
             site=state,
             g=self.static_scale(self.layer.input_scale.data.amax()),
-            decode=compat.decode_mask(flat.shape[0], x.device),
+            decode=decode,
             statistics=self.gathering(self.site.name),
         )
         return y.reshape(*x.shape[:-1], y.shape[-1])
