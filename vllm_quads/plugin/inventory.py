@@ -56,7 +56,6 @@ class Inventory:
     """Canonical name -> (N, K) of each quantized matrix of this rank."""
     plain: Mapping[str, tuple[int, ...]]
     """Tensor name -> shape of everything else."""
-    num_experts: int
 
     @staticmethod
     def of(model: nn.Module, config: QuadsConfig) -> Inventory:
@@ -71,9 +70,7 @@ class Inventory:
                     continue
                 seen.add(id(param))
                 plain |= _plain(name, module, leaf, tuple(param.shape))
-        experts = [n for n in quantized if ".experts." in n and n.endswith(".down_proj")]
-        num_experts = 1 + max((int(n.split(".")[-2]) for n in experts), default=-1)
-        return Inventory(quantized, plain, num_experts)
+        return Inventory(quantized, plain)
 
     def check(self, tensors: Mapping[str, TensorSpec]) -> None:
         """Raise RefitError for the first tensor that is unknown, of a wrong shape or dtype, sent twice, or missing."""
@@ -131,9 +128,8 @@ class Inventory:
 
     def _check_plain(self, name: str, key: str, shape: tuple[int, ...], spec: TensorSpec) -> None:
         # A tied lm_head may be sent under its own name too: the loader knows what to do with it.
-        expected = self.plain.get(key) or (
-            self.plain.get("model.embed_tokens.weight") if key == "lm_head.weight" else None
-        )
+        tied = self.plain.get("model.embed_tokens.weight") if key == "lm_head.weight" else None
+        expected = self.plain.get(key, tied)
         if expected is None:
             raise RefitError(
                 f"{name}: the engine has no such tensor; is the trainer's model the one that this engine serves?"
