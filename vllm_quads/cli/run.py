@@ -18,6 +18,11 @@ EXIT_CODES = (
     "Exit codes: 0 success; 1 a broken checkpoint, a bad contract or a failed check; 2 wrong usage; "
     "3 something is missing from the environment; 130 interrupted."
 )
+_ADVICE = {
+    "transformers": "pip install 'vllm-quads[trainer]'",
+    "matplotlib": "pip install 'vllm-quads[trainer]'",
+    "vllm": "pip install 'vllm-quads[cuda]' (NVIDIA GPU) or 'vllm-quads[cpu]'",
+}
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
 
 
@@ -36,8 +41,7 @@ def reporting(as_json: bool) -> Iterator[None]:
     except QuadsError as e:
         _fail(e, FAILED, as_json)
     except ModuleNotFoundError as e:
-        hint = {"transformers": "trainer", "matplotlib": "trainer", "vllm": "cuda] or vllm-quads[cpu"}.get(e.name or "")
-        advice = f"pip install 'vllm-quads[{hint}]'" if hint else "install it"
+        advice = _ADVICE.get(e.name or "", "install it")
         _fail(e, ENVIRONMENT, as_json, f"the Python package {e.name!r} is not installed: {advice}")
     except OSError as e:
         name = f"{e.filename}: " if e.filename else ""
