@@ -80,28 +80,35 @@ def test_reference_of_what_the_kernels_do_not_compute(scheme: Scheme) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "dtype", "why"),
+    ("name", "options", "dtype", "experts", "why"),
     [
-        ("torch", {}, torch.bfloat16, "no nvcc"),
-        ("hopper", {"scheme": "w4a16"}, torch.bfloat16, "w4a16"),
-        ("hopper", {}, torch.float32, "float32"),
-        ("hopper", {}, torch.bfloat16, None),
+        ("torch", {}, torch.bfloat16, True, "no nvcc"),
+        ("hopper", {"scheme": "w4a16"}, torch.bfloat16, True, "w4a16"),
+        ("hopper", {}, torch.float32, True, "float32"),
+        ("hopper", {}, torch.bfloat16, False, "dense linears"),
+        ("hopper", {}, torch.bfloat16, True, None),
     ],
 )
 def test_reference_is_never_captured(
-    name: str, options: dict[str, Any], dtype: torch.dtype, why: str | None, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    experts: bool,
+    why: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The reference counts tokens on the host, which a CUDA graph cannot capture: the start says so and what to do."""
+    """The reference counts tokens on the host and moves its operands at a refit, which no CUDA graph survives: the
+    start says so and what to do."""
     monkeypatch.setattr(config, "choose_backend", lambda device: BackendChoice(name, "no nvcc"))
     quads = config.QuadsConfig()
     quads._contract, quads._act_dtype = Contract().merged(options), dtype
-    quads._refuse_to_capture_reference()  # an eager engine captures nothing
+    quads._refuse_to_capture_reference("model.layer", experts=experts)  # an eager engine captures nothing
     quads._captures = True
     if why is None:
-        quads._refuse_to_capture_reference()
+        quads._refuse_to_capture_reference("model.layer", experts=experts)
         return
-    with pytest.raises(ContractError, match=rf"{why}.*enforce_eager"):
-        quads._refuse_to_capture_reference()
+    with pytest.raises(ContractError, match=rf"model.layer: .*{why}.*enforce_eager"):
+        quads._refuse_to_capture_reference("model.layer", experts=experts)
 
 
 def test_captured_options_cannot_change() -> None:

@@ -16,18 +16,6 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
-__all__ = [
-    "VLLM_VERSION",
-    "decode_mask",
-    "forward_layer",
-    "is_cpu",
-    "register_forward_layer",
-    "register_op",
-    "route",
-    "routes_inside",
-]
-
-
 _OLDEST = Version("0.26")
 _HAS_CPU_ROUTER = find_spec("vllm.model_executor.layers.fused_moe.router.cpu_router") is not None
 

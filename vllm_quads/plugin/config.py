@@ -146,13 +146,16 @@ class QuadsConfig(QuantizationConfig):
         if self._captures:
             raise ContractError(f"this engine replays captured CUDA graphs and {why}; start it with enforce_eager=True")
 
-    def _refuse_to_capture_reference(self) -> None:
-        """The torch reference of a MoE layer reads token counts on the host, which CUDA graphs cannot capture."""
+    def _refuse_to_capture_reference(self, prefix: str, *, experts: bool) -> None:
+        """Raise ContractError if CUDA graphs are captured and this layer runs the torch reference, which reads token
+        counts on the host and moves its operands at a refit."""
         if not self._captures:
             return
         choice = choose_backend(torch.get_default_device())
         why = None
-        if choice.name == "torch":
+        if not experts:
+            why = "dense linears run the torch reference everywhere"
+        elif choice.name == "torch":
             why = choice.reason
         elif self.contract.scheme is Scheme.W4A16:
             why = "the fused kernels compute W4A4 only, and scheme 'w4a16' runs the torch reference"
@@ -160,8 +163,8 @@ class QuadsConfig(QuantizationConfig):
             why = "the fused kernels take BF16 and FP16 only, and dtype float32 runs the torch reference"
         if why is not None:
             raise ContractError(
-                f"MoE layers cannot be captured into CUDA graphs here ({why}); start with --enforce-eager "
-                f"(enforce_eager=True)"
+                f"{prefix}: cannot be captured into CUDA graphs ({why}); start with --enforce-eager "
+                f"(enforce_eager=True), or keep it in BF16 (`ignore`) where the checkpoint allows that"
             )
 
     def _bind(self) -> None:
@@ -213,11 +216,12 @@ class QuadsConfig(QuantizationConfig):
         if isinstance(layer, RoutedExperts):
             if not self._decide(self._expert_shapes(layer, prefix)):
                 return None
-            self._refuse_to_capture_reference()
+            self._refuse_to_capture_reference(prefix, experts=True)
             return QuadsMoEMethod(self, prefix, layer)
         if isinstance(layer, LinearBase):
             shapes = self._linear_shapes(layer, prefix)
             if self._decide(shapes):
+                self._refuse_to_capture_reference(prefix, experts=False)
                 return QuadsLinearMethod(self, prefix, list(shapes))
             return DenseLinearMethod(self)
         if isinstance(layer, VocabParallelEmbedding):

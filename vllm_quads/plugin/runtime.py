@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -265,19 +265,13 @@ class LinearRuntime(LayerRuntime):
         state = self.active[self.site.name]
         self.settle()
         flat = x.reshape(-1, x.shape[-1])
-        contract = self.contract
-        decode = None
-        if contract.compensation.form is Form.AUTO:
-            if x.is_cuda:  # a captured graph cannot split its tokens by form; the Hopper experts do the same
-                contract = replace(contract, compensation=replace(contract.compensation, form=Form.ROWS))
-            else:
-                decode = compat.decode_mask(flat.shape[0], x.device)
+        split = self.contract.compensation.form is Form.AUTO
         y = self.backend.forward(
             flat,
-            contract,
+            self.contract,
             site=state,
             g=self.static_scale(self.layer.input_scale.data.amax()),
-            decode=decode,
+            decode=compat.decode_mask(flat.shape[0], x.device) if split else None,
             statistics=self.gathering(self.site.name),
         )
         return y.reshape(*x.shape[:-1], y.shape[-1])
