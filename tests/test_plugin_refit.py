@@ -327,3 +327,20 @@ def test_engine_protocol_errors(serving: Any, other: Path, expected: Any) -> Non
         engine.refresh_compensation()
     with pytest.raises(RefitError, match="is not a rollout engine that QUADS knows"):
         as_engine(object())
+
+
+def test_requests_added_during_a_refit(serving: Any, other: Path, expected: Any) -> None:
+    """A request that arrives between begin and commit would be answered by two policies: the swap does not happen."""
+    from vllm import SamplingParams
+
+    before = scores(serving)
+    engine, tensors = as_engine(serving), tensors_of(other)
+    engine.begin(manifest(serving, tensors, expected[other][1]))
+    engine.load(tensors.items())
+    params = SamplingParams(max_tokens=2, temperature=0, detokenize=False)
+    serving.llm_engine.add_request("late", {"prompt_token_ids": [3, 4, 5]}, params)
+    with pytest.raises(RefitError, match="requests were added since the refit began.*previous weights keep serving"):
+        engine.commit()
+    while serving.llm_engine.has_unfinished_requests():
+        serving.llm_engine.step()
+    assert scores(serving) == before
