@@ -178,6 +178,14 @@ def test_manifest_is_checked_before_a_byte_moves(
     assert as_engine(serving).fingerprint() == expected[tiny_qwen3_moe][1]
 
 
+def test_sensitivities_of_another_model(serving: Any, other: Path, expected: Any, tiny_qwen3_moe: Path) -> None:
+    """A push whose sensitivities name a site that the engine does not have is refused, naming the site."""
+    alien = {"model.layers.9.mlp.experts.w13": torch.tensor(1.0)}
+    with pytest.raises(RefitError, match=r"layers\.9\.mlp\.experts\.w13 is no quantized site"):
+        push(serving, tensors_of(other), expected[other][1], compensation=alien)
+    assert as_engine(serving).fingerprint() == expected[tiny_qwen3_moe][1]
+
+
 def test_different_contracts_and_sets(serving: Any, other: Path, expected: Any) -> None:
     """Contract or quantized set that differ between trainer and rollout: the first difference is named."""
     good = manifest(serving, tensors_of(other), expected[other][1])

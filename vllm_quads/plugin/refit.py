@@ -89,6 +89,13 @@ class StagedRefit:
         except MismatchError as e:
             raise RefitError(str(e)) from e
         Inventory.of(model, self._config).check(manifest.tensors)
+        sites = {name for runtime in self._config.runtimes.values() for name in runtime.specs}
+        unknown = sorted(set(manifest.compensation) - sites)
+        if unknown:
+            raise RefitError(
+                f"sensitivities: {unknown[0]} is no quantized site of this engine (sites look like {min(sites)!r}); "
+                f"take them from the model that is pushed"
+            )
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy tensors aside. Raises RefitError for a tensor that the manifest does not promise or that is damaged."""
