@@ -193,6 +193,29 @@ def test_k_that_is_not_a_multiple_of_16_is_refused_by_name() -> None:
         Contract().resolve(_moe(k=40))
 
 
+def test_layers_count_from_the_config_and_not_from_names() -> None:
+    """`keep_last_layers` keeps the same layers whether or not a multi-token-prediction layer follows them, and one
+    pipeline stage selects what the whole model selects; MTP layers stay in BF16."""
+    contract = Contract(keep_last_layers=1)
+    whole = contract.resolve(_moe(layers=3))
+    assert contract.resolve(_moe(layers=4), num_layers=3).shapes == whole.shapes  # layer 3 is MTP
+    assert Contract().resolve(_moe(layers=4), num_layers=3).shapes == Contract().resolve(_moe(layers=3)).shapes
+    stage = {n: s for n, s in _moe(layers=2).items() if ".layers." in n}
+    assert contract.resolve(stage, num_layers=3).shapes == whole.shapes
+    assert contract.resolve(stage).shapes != whole.shapes
+
+
+def test_latent_attention() -> None:
+    """q_a and kv_a are one matrix in vLLM and selected together; kv_b, which vLLM absorbs, is refused with the reason."""
+    base = "model.layers.0.self_attn"
+    weights = {f"{base}.{p}": (64, 64) for p in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj")}
+    with pytest.raises(ContractError, match=r"kv_b_proj: QUADS does not quantize it: vLLM absorbs it .*to `ignore`"):
+        Contract(targets=("*.self_attn.*",)).resolve(weights)
+    with pytest.raises(ContractError, match="q_a_proj is quantized but .*kv_a_proj_with_mqa is not"):
+        Contract(targets=("*.q_a_proj",)).resolve(weights)
+    assert len(Contract(targets=("*.self_attn.*",), ignore=("*.kv_b_proj",)).resolve(weights)) == 4
+
+
 def test_first_and_last_layers_are_kept() -> None:
     """keep_first_layers and keep_last_layers count decoder layers; keeping all of them is an error."""
     resolved = Contract(keep_first_layers=1, keep_last_layers=2).resolve(_moe(layers=5))

@@ -87,12 +87,15 @@ def test_expand_names_the_matrices_of_fused_tensors() -> None:
 
 
 def test_scale_groups_are_what_the_rollout_multiplies_as_one() -> None:
-    """gate/up of one expert and q/k/v of one attention share a group; nothing else does."""
+    """gate/up of one expert, q/k/v of one attention, and q_a/kv_a of latent attention share; nothing else does."""
     assert scale_group("m.block_sparse_moe.experts.1.w1") == scale_group("m.mlp.experts.1.up_proj.weight")
     assert scale_group(EXPERT + "down_proj") == EXPERT + "down_proj"
     assert scale_group(EXPERT + "gate_proj") != scale_group("model.layers.3.mlp.experts.18.gate_proj")
     assert group_members(scale_group("a.self_attn.k_proj")) == tuple(f"a.self_attn.{p}_proj" for p in "qkv")
     assert group_members(scale_group("a.self_attn.o_proj")) == ("a.self_attn.o_proj",)
+    latent = expand("a.self_attn.fused_qkv_a_proj")
+    assert latent == ["a.self_attn.q_a_proj", "a.self_attn.kv_a_proj_with_mqa"]
+    assert {scale_group(n) for n in latent} == {"a.self_attn.fused_qkv_a_proj"}
 
 
 def test_indices() -> None:

@@ -177,6 +177,20 @@ def test_families() -> None:
     assert torch.isfinite(run(model)[0])
 
 
+def test_latent_attention_shares_the_scale_that_vllm_fuses() -> None:
+    """DeepSeek's q_a and kv_a, which vLLM stores as one matrix (fused_qkv_a_proj), quantize with one global scale."""
+    model = deepseek()
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        attention.kv_a_proj_with_mqa.weight.mul_(3.7)
+    report = prepare_qat(model, Contract(targets=("*.self_attn.*",), ignore=("*.kv_b_proj",)))
+    assert len(report.quantized) == 2 * 4
+    amax = weight_amax(attention.kv_a_proj_with_mqa.weight)
+    q_a = attention.q_a_proj
+    assert torch.equal(q_a.quads_weight, fake_quantize_weight(q_a.weight, amax=amax))
+    assert not torch.equal(q_a.quads_weight, fake_quantize_weight(q_a.weight))
+
+
 def test_master_dtype_does_not_change_the_bytes() -> None:
     """An FP32 master and its BF16 copy quantize to the same numbers."""
     model = qwen3(dtype=torch.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,15 @@ class Weight:
         """The parameter itself."""
         value: Tensor = getattr(self.module, self.attribute)
         return value
+
+
+def decoder_layers(model: nn.Module) -> int | None:
+    """`num_hidden_layers` of a Hugging Face (text) model, which `keep_last_layers` counts from; None if unknown."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    count = getattr(config, "num_hidden_layers", None)
+    return count if isinstance(count, int) else None
 
 
 def weights_of(model: nn.Module) -> Iterator[Weight]:
@@ -119,8 +129,10 @@ class Inventory:
         """
         weights = list(weights_of(model))
         shapes = {name: shape for w in weights for name, shape in w.matrices.items()}
-        layers = [i for i in map(layer_index, shapes) if i is not None]
-        num_layers = max(layers) + 1 if layers else None
+        num_layers = decoder_layers(model)
+        if num_layers is None:
+            layers = [i for i in map(layer_index, shapes) if i is not None]
+            num_layers = max(layers) + 1 if layers else None
         for weight in weights:
             if weight.problem and any(contract.selects(name, num_layers) for name in weight.matrices):
                 kind = kind_of(weight.name)
@@ -129,7 +141,7 @@ class Inventory:
                         f"{weight.name}: cannot be fake-quantized: {weight.problem}; add it to the contract's `ignore` "
                         f"to keep it in BF16 on both sides"
                     )
-        quantized = contract.resolve(shapes)
+        quantized = contract.resolve(shapes, num_layers)
         selected: list[Weight] = []
         kept: dict[str, str] = {}
         for weight in weights:

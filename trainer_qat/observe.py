@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer_qat.inventory import Weight, stack_problem, weights_of
+from trainer_qat.inventory import Weight, decoder_layers, stack_problem, weights_of
 from trainer_qat.prepare import expert_weights, experts_of, is_prepared, state_of
 from vllm_quads.nvfp4 import Contract, ContractError, canonical_name, scale_group
 
@@ -107,7 +107,8 @@ def quantized_weights(model: nn.Module, contract: Contract | None) -> list[Weigh
     if is_prepared(model):
         names = state_of(model).quantized
     elif contract is not None:
-        names = contract.resolve({name: shape for w in weights for name, shape in w.matrices.items()})
+        shapes = {name: shape for w in weights for name, shape in w.matrices.items()}
+        names = contract.resolve(shapes, decoder_layers(model))
     else:
         raise ContractError("the model is not prepared: give the contract that names what is quantized")
     return [w for w in weights if all(name in names for name in w.matrices)]

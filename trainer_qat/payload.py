@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from trainer_qat.inventory import Weight, weights_of
+from trainer_qat.inventory import Weight, decoder_layers, weights_of
 from trainer_qat.prepare import frozen_amax, is_prepared, state_of
 from trainer_qat.quantizer import full_amax, shared_amax
 from vllm_quads.checkpoint.disk_names import unstack
@@ -80,7 +80,7 @@ class Payload:
             raise ContractError("the model is not prepared and no contract is given: call prepare_qat, or pass one")
         else:
             shapes = {name: shape for w in weights_of(model) for name, shape in w.matrices.items()}
-            self.contract, self.quantized = contract, contract.resolve(shapes)
+            self.contract, self.quantized = contract, contract.resolve(shapes, decoder_layers(self.model))
         self._weights: dict[str, Weight] = {}
         self._groups: dict[str, list[Weight]] = {}
         for weight in weights_of(self.model):

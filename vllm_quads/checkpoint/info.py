@@ -42,6 +42,12 @@ class CheckpointInfo:
     """The model's config.json."""
 
     @property
+    def num_layers(self) -> int | None:
+        """`num_hidden_layers` of config.json, without multi-token-prediction layers; None if it does not say."""
+        count = config_value(self.config, "num_hidden_layers")
+        return count if isinstance(count, int) and not isinstance(count, bool) else None
+
+    @property
     def layout(self) -> Layout:
         """Tensor names of this checkpoint's packed weights. Raises CheckpointError for BF16."""
         if self.format is Format.BF16:

@@ -92,7 +92,7 @@ def quantize_checkpoint(
             raise CheckpointError(f"{src}: is already quantized ({info.format.value}); quantize the BF16 checkpoint")
         for problem in header_problems(reader, info):
             raise problem
-        chosen = contract.resolve(info.weights)
+        chosen = contract.resolve(info.weights, info.num_layers)
         scales = _input_scales(contract, chosen, input_scales or {})
         sources = _Sources(reader, info, torch.device(device))
         with CheckpointWriter(

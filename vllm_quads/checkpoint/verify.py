@@ -75,7 +75,8 @@ def _set_problems(info: CheckpointInfo) -> Iterator[QuadsError]:
     if info.format is Format.QUADS:
         assert info.contract is not None
         try:
-            info.contract.resolve(info.weights).require_equal(info.quantized, "contract", "checkpoint")
+            chosen = info.contract.resolve(info.weights, info.num_layers)
+            chosen.require_equal(info.quantized, "contract", "checkpoint")
         except MismatchError as e:
             yield CheckpointError(f"{info.path}: {e}")
         except QuadsError as e:

@@ -128,7 +128,7 @@ class Contract:
     keep_first_layers: int = 0
     """Decoder layers at the start that stay in BF16."""
     keep_last_layers: int = 0
-    """Decoder layers at the end that stay in BF16."""
+    """Decoder layers at the end that stay in BF16; multi-token-prediction layers behind them always do."""
     weight_global_scale: WeightGlobalScale = WeightGlobalScale.LIVE
     activation: Activation = field(default_factory=Activation)
     compensation: Compensation = field(default_factory=Compensation)
@@ -175,7 +175,10 @@ class Contract:
     # -- the set of quantized tensors ----------------------------------------------------------------------------
 
     def selects(self, name: str, num_layers: int | None = None) -> bool:
-        """True if the weight of this canonical name is to be quantized, going by names and layer index alone."""
+        """True if the weight of this canonical name is to be quantized, going by names and layer index alone.
+
+        num_layers: the model's `num_hidden_layers`. Layers from there on (multi-token prediction) are never selected.
+        """
         name = canonical_name(name)
         layer = layer_index(name)
         if layer is not None and layer < self.keep_first_layers:
@@ -184,15 +187,19 @@ class Contract:
             return False
         return _matches(name, self.targets) and not _matches(name, self.ignore)
 
-    def resolve(self, weights: Mapping[str, tuple[int, int]]) -> QuantizedSet:
+    def resolve(self, weights: Mapping[str, tuple[int, int]], num_layers: int | None = None) -> QuantizedSet:
         """The quantized tensors among `weights` (canonical name -> (N, K), all 2-D weights of the model).
+
+        num_layers: the model's `num_hidden_layers`, which both sides have to count `keep_last_layers` from; None
+        takes the highest layer index that occurs (right for a whole model without multi-token-prediction layers).
 
         Raises ContractError if nothing matches, if a router, lm_head or embedding matches, if K is not a multiple
         of 16, or if only a part of a fused group (gate/up, q/k/v) is selected. Warns about an ignore pattern that
         matches nothing.
         """
-        layers = [i for i in map(layer_index, weights) if i is not None]
-        num_layers = max(layers) + 1 if layers else None
+        if num_layers is None:
+            layers = [i for i in map(layer_index, weights) if i is not None]
+            num_layers = max(layers) + 1 if layers else None
         chosen = {n: s for n, s in weights.items() if self.selects(n, num_layers)}
         for name, (_, k) in chosen.items():
             self._check_quantizable(name, k)
@@ -236,6 +243,11 @@ class Contract:
             raise ContractError(
                 f"{name}: QUADS does not quantize {article} {kind.value} ({reasons[kind]}); "
                 f"narrow `targets` or add it to `ignore`"
+            )
+        if name.endswith(".kv_b_proj"):
+            raise ContractError(
+                f"{name}: QUADS does not quantize it: vLLM absorbs it into multi-head latent attention, as a copy in "
+                f"BF16 that W4A4 would not describe; add '*.kv_b_proj' to `ignore`"
             )
         parts = expand(name) if not is_expert_stack(name) else [name]
         if parts != [name]:

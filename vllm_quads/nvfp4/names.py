@@ -22,6 +22,7 @@ _VLLM_EXPERTS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
 _FUSED_DENSE = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),  # multi-head latent attention (DeepSeek) in vLLM
 }
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)$")
@@ -112,7 +113,8 @@ def kind_of(name: str) -> Kind:
 def scale_group(name: str) -> str:
     """Key of the siblings that share one global scale because the rollout multiplies with them as one matrix.
 
-    Gate and up (w13) of one expert or MLP, and q, k, v of one attention, share; everything else stands alone.
+    Gate and up (w13) of one expert or MLP, q, k, v of one attention, and the down-projections q_a and kv_a of latent
+    attention share; everything else stands alone.
     """
     head, _, leaf = canonical_name(name).rpartition(".")
     for fused, parts in _FUSED_DENSE.items():

@@ -185,7 +185,7 @@ class QuadsConfig(QuantizationConfig):
                 self.source = Source(self.source.format, info.contract)
         contract = self.source.with_options(options)
         if info is not None:
-            chosen = contract.resolve(info.weights)
+            chosen = contract.resolve(info.weights, info.num_layers)
             if self.source.packed:
                 chosen.require_equal(info.quantized, "contract", "checkpoint")
             self._verified = True
@@ -304,7 +304,7 @@ class QuadsConfig(QuantizationConfig):
         with warnings.catch_warnings():
             if self._verified:  # the checkpoint's own names have already been told about
                 warnings.simplefilter("ignore")
-            self.quantized = self.contract.resolve(self.weights)
+            self.quantized = self.contract.resolve(self.weights, self._num_layers)
         state = CompensationState.load(_state_directory(*self._model)) if not self._dummy else None
         if state is not None:
             self.set_compensation(state)

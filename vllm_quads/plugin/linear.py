@@ -56,6 +56,11 @@ class QuadsLinearMethod(LinearMethodBase):
                 f"{self.parts[0]}: vLLM stores {len(output_partition_sizes)} matrices as one here, QUADS knows "
                 f"{len(self.parts)}: {self.parts}; add them to `ignore`"
             )
+        if len({scale_group(part) for part in self.parts}) > 1:
+            raise ContractError(
+                f"{self.parts[0]}: vLLM multiplies with {self.parts} as one matrix, to which a trainer gives separate "
+                f"global scales; add them to `ignore`"
+            )
         full = full_rows(layer, output_partition_sizes)
         add_parameters(layer, "", (sum(output_partition_sizes),), k, (len(self.parts),), self._load)
         k_start = compat.tp_rank(layer) * k if k != input_size else 0
