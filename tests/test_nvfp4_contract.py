@@ -206,7 +206,7 @@ def test_layers_count_from_the_config_and_not_from_names() -> None:
 
 
 def test_latent_attention() -> None:
-    """q_a and kv_a are one matrix in vLLM and selected together; kv_b, which vLLM absorbs, is refused with the reason."""
+    """q_a and kv_a are one matrix in vLLM and selected together; kv_b, which vLLM absorbs, is refused with a reason."""
     base = "model.layers.0.self_attn"
     weights = {f"{base}.{p}": (64, 64) for p in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj")}
     with pytest.raises(ContractError, match=r"kv_b_proj: QUADS does not quantize it: vLLM absorbs it .*to `ignore`"):
