@@ -10,7 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_quads.nvfp4 import PackedTensor, fingerprint, fingerprint_of, matrix_digest, packed_digest
+from vllm_quads.nvfp4 import (
+    PackedTensor,
+    fingerprint,
+    fingerprint_of,
+    matrix_digest,
+    name_weights,
+    packed_digest,
+    unit_digests,
+    unit_fingerprint,
+    unit_of,
+)
 
 
 def _bytes(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -84,6 +94,41 @@ def test_stack_digests_are_those_of_the_experts() -> None:
         assert packed_digest(stack)[e] == packed_digest(one)
 
 
+@pytest.mark.parametrize("k", [16, 48])
+def test_packed_shards_add_up(k: int) -> None:
+    """Tensor-parallel shards of packed weights add up, cut in rows and at any multiple of 16 channels; the global scale
+    is counted once."""
+    full = PackedTensor.quantize(torch.randn(2, 12, 96, generator=torch.Generator().manual_seed(3)))
+    total = torch.zeros(2, dtype=torch.int64)
+    for rows in (slice(0, 5), slice(5, 12)):
+        for channels in (slice(0, k), slice(k, 96)):
+            shard = PackedTensor(
+                full.codes[:, rows, channels.start // 2 : channels.stop // 2],
+                full.block_scales[:, rows, channels.start // 16 : channels.stop // 16],
+                full.decode_scale,
+            )
+            first = rows.start == 0 and channels.start == 0
+            total += packed_digest(shard, row_offset=rows.start, k_offset=channels.start, count_global=first)
+    assert torch.equal(total, packed_digest(full))
+
+
+def test_units_add_up_over_expert_parallel_ranks() -> None:
+    """A unit is what the rollout stores as one tensor; ranks that hold some experts each add up to its digest, and the
+    fingerprint follows from the units."""
+    head = "model.layers.3.mlp.experts"
+    names = [f"{head}.{e}.{part}" for e in range(4) for part in ("gate_proj", "up_proj")]
+    digests = {name: int(matrix_digest(_bytes(4, 8, seed=i))) for i, name in enumerate(names)}
+    digests["model.layers.3.self_attn.q_proj"] = digests["model.layers.3.self_attn.k_proj"] = 5
+    units = unit_digests(digests)
+    assert units.keys() == {f"{head}.gate_up_proj", "model.layers.3.self_attn.qkv_proj"}
+    assert unit_of(names[3]) == f"{head}.gate_up_proj"
+    halves = [unit_digests({n: digests[n] for n in part})[f"{head}.gate_up_proj"] for part in (names[:4], names[4:])]
+    assert sum(halves) % 2**64 == units[f"{head}.gate_up_proj"]
+    stack = torch.tensor([digests[n] for n in names])
+    assert int((stack * name_weights(names)).sum()) % 2**64 == units[f"{head}.gate_up_proj"]
+    assert unit_fingerprint(units) == fingerprint(digests)
+
+
 def test_fingerprint_names_and_order() -> None:
     """The order of the mapping does not matter; names, swapped tensors and missing tensors do."""
     a, b = _packed(0), _packed(1)
@@ -102,4 +147,4 @@ def test_fingerprint_of_negative_digests() -> None:
 def test_known_value() -> None:
     """The digest is part of the protocol between releases: a fixed input has a fixed fingerprint."""
     w = (torch.arange(4 * 32).reshape(4, 32) % 13 - 6).float()
-    assert fingerprint_of({"w": PackedTensor.quantize(w)}) == "deea4f60b16e458d"
+    assert fingerprint_of({"w": PackedTensor.quantize(w)}) == "fa5e42cdc4c67b5f"

@@ -22,11 +22,12 @@ from vllm_quads.nvfp4 import (
     packed_digest,
     quantize_activation,
     swizzle,
+    unit_fingerprint,
 )
 from vllm_quads.nvfp4.formats import pack_codes
 
 KNOWN = {
-    "weight": "a948b172c023a425",
+    "weight": "dffe100ade67082f",
     "max_to_six": "96d435e187c92663",
     "four_over_six": "485e653c6fc1675f",
     "swizzle": "bd50a22eae2fe526",
@@ -85,8 +86,8 @@ def digests(device: torch.device) -> dict[str, str]:
             "scales": int(matrix_digest(q.scales)),
             "decode": int(matrix_digest(q.decode_scale)),
         }
-        out[rule.value] = fingerprint(parts)
-    out["swizzle"] = fingerprint({"s": int(matrix_digest(swizzle(quantize_activation(x).scales)))})
+        out[rule.value] = unit_fingerprint(parts)
+    out["swizzle"] = unit_fingerprint({"s": int(matrix_digest(swizzle(quantize_activation(x).scales)))})
     return out
 
 

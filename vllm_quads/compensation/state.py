@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_quads.nvfp4.errors import CheckpointError, FormatError
-from vllm_quads.nvfp4.fingerprint import fingerprint, matrix_digest
+from vllm_quads.nvfp4.fingerprint import matrix_digest, unit_fingerprint
 from vllm_quads.nvfp4.formats import BLOCK_SIZE
 
 STATE_FILE = Path("quads") / "compensation.safetensors"
@@ -73,7 +73,7 @@ class CompensationState:
 
     def fingerprint(self) -> str:
         """16 hex digits over all sites."""
-        return fingerprint(self.digests())
+        return unit_fingerprint(self.digests())
 
     def save(self, checkpoint: Path) -> Path:
         """Write `quads/compensation.safetensors` below a checkpoint directory, atomically; returns its path."""

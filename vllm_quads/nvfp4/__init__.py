@@ -27,7 +27,16 @@ from vllm_quads.nvfp4.errors import (
     QuadsError,
     RefitError,
 )
-from vllm_quads.nvfp4.fingerprint import fingerprint, fingerprint_of, matrix_digest, packed_digest
+from vllm_quads.nvfp4.fingerprint import (
+    fingerprint,
+    fingerprint_of,
+    matrix_digest,
+    name_weights,
+    packed_digest,
+    unit_digests,
+    unit_fingerprint,
+    unit_of,
+)
 from vllm_quads.nvfp4.formats import BLOCK_SIZE
 from vllm_quads.nvfp4.names import Kind, canonical_name, expand, kind_of, scale_group
 from vllm_quads.nvfp4.packed import PackedTensor
@@ -74,12 +83,16 @@ __all__ = [
     "first_difference",
     "kind_of",
     "matrix_digest",
+    "name_weights",
     "packed_digest",
     "quantize_activation",
     "quantize_blocks",
     "quantize_weight",
     "scale_group",
     "swizzle",
+    "unit_digests",
+    "unit_fingerprint",
+    "unit_of",
     "unswizzle",
     "weight_amax",
 ]

@@ -1,30 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fingerprints: short digests of packed codes and scales, the same on every device.
 
-A tensor's bytes are read as 32-bit words, mixed, and summed with position-dependent odd weights modulo 2^64. Integer
-sums do not depend on their order, so CPU and GPU agree, a shard contributes its own terms, and a reduction over a rank
-group gives the digest of the full tensor. It guards against mistakes (a stale, swapped, missing or moved value), not
-against an adversary.
+A tensor is read as words (32 bits of codes, one block scale, the global scale), mixed, and summed with odd weights that
+depend on the position, modulo 2^64. Integer sums do not depend on their order, so CPU and GPU agree, a shard adds its own
+terms, and a sum over ranks gives the digest of the full tensor: K may be cut at any multiple of 16. A digest guards
+against mistakes (a stale, swapped, missing or moved value), not against an adversary.
+
+Digests of matrices add up to those of *units*, the tensors that a rollout stores as one (gate and up of all experts of
+a layer; q, k, v), and the fingerprint is a hash over the units: a refit compares units and names the first that
+differs.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from vllm_quads.nvfp4.formats import BLOCK_SIZE
+from vllm_quads.nvfp4.names import scale_group
 from vllm_quads.nvfp4.packed import PackedTensor
 
 _MIX = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64 (golden-ratio multiplier of splitmix64)
 _FINAL = -4658895280553007687  # 0xBF58476D1CE4E5B9 as int64
+_EXPERT_INDEX = re.compile(r"\.experts\.\d+\.")
+CODES_PER_WORD = 8
 
 
 def _weights(count: int, offset: int, device: torch.device) -> Tensor:
     """Odd 64-bit weights of positions offset .. offset+count."""
     i = torch.arange(offset + 1, offset + count + 1, dtype=torch.int64, device=device) * _MIX
     return ((i ^ (i >> 27)) * _FINAL) | 1
+
+
+def _words_digest(words: Tensor, row_offset: int, column_offset: int) -> Tensor:
+    """Digests int64 [...] of integer words [..., N, C]."""
+    *lead, rows, columns = words.shape
+    row_weights = _weights(rows, row_offset, words.device)
+    column_weights = _weights(columns, column_offset, words.device)
+    out = []
+    for matrix in words.reshape(-1, rows, columns):  # one matrix at a time bounds the int64 temporary
+        x = (matrix.to(torch.int64) + 0x5BD1E995) * _MIX
+        x = (x ^ (x >> 31)) * column_weights
+        out.append((x.sum(dim=-1) * row_weights).sum())
+    return torch.stack(out).reshape(lead) if out else torch.zeros(lead, dtype=torch.int64, device=words.device)
 
 
 def matrix_digest(data: Tensor, *, row_offset: int = 0, column_offset: int = 0) -> Tensor:
@@ -37,32 +60,58 @@ def matrix_digest(data: Tensor, *, row_offset: int = 0, column_offset: int = 0) 
     pad = -raw.shape[-1] % 4
     if pad:
         raw = torch.nn.functional.pad(raw, (0, pad))
-    words = raw.view(torch.int32)
-    *lead, rows, columns = words.shape
-    row_weights = _weights(rows, row_offset, raw.device)
-    column_weights = _weights(columns, column_offset, raw.device)
-    out = []
-    for matrix in words.reshape(-1, rows, columns):  # one matrix at a time bounds the int64 temporary
-        x = (matrix.to(torch.int64) + 0x5BD1E995) * _MIX
-        x = (x ^ (x >> 31)) * column_weights
-        out.append((x.sum(dim=-1) * row_weights).sum())
-    return torch.stack(out).reshape(lead) if out else torch.zeros(lead, dtype=torch.int64, device=raw.device)
+    return _words_digest(raw.view(torch.int32), row_offset, column_offset)
 
 
-def packed_digest(packed: PackedTensor) -> Tensor:
-    """Digests int64 [...] of packed weights [..., N, K]: codes, block scales and global scale."""
-    codes = matrix_digest(packed.codes)
-    scales = matrix_digest(packed.block_scales)
-    decode = matrix_digest(packed.decode_scale[..., None, None])
-    return (codes * 3 + scales) * 5 + decode
+def packed_digest(packed: PackedTensor, *, row_offset: int = 0, k_offset: int = 0, count_global: bool = True) -> Tensor:
+    """Digests int64 [...] of packed weights [..., N, K]: codes, block scales and global scale.
+
+    Offsets place a shard in the full matrix, in rows and channels (a multiple of 16); exactly one shard of a matrix may
+    count the global scale, which all of them have. Digests of disjoint shards then add up to that of the full matrix.
+    """
+    codes = matrix_digest(packed.codes, row_offset=row_offset, column_offset=k_offset // CODES_PER_WORD)
+    scales = _words_digest(packed.block_scales.view(torch.uint8), row_offset, k_offset // BLOCK_SIZE)
+    digest = (codes * 3 + scales) * 5
+    return digest + matrix_digest(packed.decode_scale[..., None, None]) if count_global else digest
+
+
+@lru_cache(maxsize=1 << 17)
+def name_weight(name: str) -> int:
+    """Odd weight of a matrix within its unit, as a signed 64-bit integer."""
+    raw = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(raw, "little", signed=True) | 1
+
+
+def name_weights(names: Iterable[str], device: torch.device | None = None) -> Tensor:
+    """`name_weight` of several matrices, int64 [n]; `(digests * name_weights).sum()` is their unit's digest."""
+    return torch.tensor([name_weight(n) for n in names], dtype=torch.int64, device=device)
+
+
+def unit_of(name: str) -> str:
+    """The unit that a matrix belongs to: `...experts.17.gate_proj` -> `...experts.gate_up_proj`, q_proj -> qkv_proj."""
+    return _EXPERT_INDEX.sub(".experts.", scale_group(name)).removeprefix(".")
+
+
+def unit_digests(digests: Mapping[str, int]) -> dict[str, int]:
+    """Digests of units (0 .. 2^64) from those of their matrices (canonical names)."""
+    units: dict[str, int] = {}
+    for name, digest in digests.items():
+        unit = unit_of(name)
+        units[unit] = (units.get(unit, 0) + name_weight(name) * digest) & 0xFFFFFFFFFFFFFFFF
+    return units
+
+
+def unit_fingerprint(units: Mapping[str, int]) -> str:
+    """16 hex digits over digests of units; the order of the mapping does not matter."""
+    h = hashlib.blake2b(digest_size=8)
+    for name in sorted(units):
+        h.update(f"{name}={units[name] & 0xFFFFFFFFFFFFFFFF:016x};".encode())
+    return h.hexdigest()
 
 
 def fingerprint(digests: Mapping[str, int]) -> str:
-    """16 hex digits over named digests; the order of the mapping does not matter."""
-    h = hashlib.blake2b(digest_size=8)
-    for name in sorted(digests):
-        h.update(f"{name}={digests[name] & 0xFFFFFFFFFFFFFFFF:016x};".encode())
-    return h.hexdigest()
+    """16 hex digits over named digests of matrices; the order of the mapping does not matter."""
+    return unit_fingerprint(unit_digests(digests))
 
 
 def fingerprint_of(tensors: Mapping[str, PackedTensor]) -> str:
