@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer_qat.cache import CacheMode, WeightCache
 from trainer_qat.fake_quant import ClampedStraightThrough, StraightThrough, fake_quantize, matrix_amax
+from trainer_qat.schedule import Progress, RampedClamp, mix_weight
 from vllm_quads.nvfp4 import Contract, ContractError, PackedTensor, QuantizedSet
 
 
@@ -24,9 +25,20 @@ class QatState:
     quantized: QuantizedSet
     cache: CacheMode
     clamp_gradient: bool
+    progress: Progress = field(default_factory=Progress)
+    """Where the schedule stands."""
+    scale_decay: float = 0.99
+    """Decay of WeightGlobalScale.MOVING_AVERAGE."""
+    w4a4_ablation: bool = False
+    """Activations are quantized as well: symmetric QAT, to compare with."""
     enabled: bool = True
     sharded: bool = False
     """True while the root of the model is an FSDP2 unit."""
+
+    @property
+    def computes(self) -> bool:
+        """False while fake quantization is switched off, or has not set in yet."""
+        return self.enabled and self.progress.active
 
     def cache_mode(self) -> CacheMode:
         """The mode in force."""
@@ -47,7 +59,7 @@ class WeightQuantizer:
     siblings: tuple[nn.Linear, ...] = ()
     """Linears that share one global scale, this one included; empty for a stack (gate and up are one matrix there)."""
     frozen: Tensor | None = None
-    """float32 amax that the global scale is taken from under WeightGlobalScale.FROZEN: [E] or a scalar."""
+    """float32 amax, [E] or a scalar, that the global scale is taken from unless it is live."""
     cache: WeightCache = field(default_factory=WeightCache)
 
     def sources(self, weight: Tensor) -> list[Tensor]:
@@ -67,7 +79,7 @@ class WeightQuantizer:
 
     def __call__(self, weight: Tensor) -> Tensor:
         """The weight as the rollout has it, in the weight's dtype; its gradient goes straight to `weight`."""
-        if not self.state.enabled:
+        if not self.state.computes:
             return weight
         if isinstance(weight, DTensor):
             raise ContractError(
@@ -77,8 +89,13 @@ class WeightQuantizer:
         # Out of inference mode too: what is kept from a scoring pass must be usable in a training pass.
         with torch.inference_mode(False), torch.no_grad():
             amax, quantized = self._quantized(weight)
+            if self.state.progress.ramping:
+                quantized = mix_weight(weight, quantized, self.state.progress.strength)
         if self.state.clamp_gradient:
             amax = self.amax(weight) if amax is None else amax
+            if self.state.progress.ramping:
+                strength = self.state.progress.strength
+                return cast(Tensor, RampedClamp.apply(weight, quantized, amax, strength))
             return cast(Tensor, ClampedStraightThrough.apply(weight, quantized, amax))
         return cast(Tensor, StraightThrough.apply(weight, quantized))
 

@@ -53,6 +53,8 @@ class WeightGlobalScale(str, Enum):
     """amax of the current weight."""
     FROZEN = "frozen"
     """The scale that the base checkpoint was quantized with; later values saturate."""
+    MOVING_AVERAGE = "moving_average"
+    """Exponential moving average of the amax over optimizer steps; the trainer keeps it and sends the scales."""
 
 
 class ActivationGlobalScale(str, Enum):
