@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL: `GRPOTrainer` with a QUADS rollout.
+
+    from trainer_qat.integrations.trl import QuadsGRPOTrainer as GRPOTrainer     # the only line that changes
+
+    trainer = GRPOTrainer(model, reward_funcs, args=GRPOConfig(use_vllm=True, vllm_mode="colocate"), train_dataset=data)
+    trainer.train()
+
+The policy is fake-quantized, the engine serves it in NVFP4, every sync of weights goes through `RolloutSync` (validated,
+atomic, fingerprints compared), and each log line carries the mismatch of trainer and rollout under `quads/`.
+
+Written against TRL 1.16: `VLLMGeneration.sync_weights` is what the trainer calls before it generates with new weights;
+`VLLMGeneration._init_vllm` starts the engine; `old_per_token_logps` and `sampling_per_token_logps` of a batch are the
+two sides' log-probs of the same tokens, both at the sampling temperature.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate.utils import gather_object
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.generation import vllm_generation
+from trl.trainer.utils import ensure_master_addr_port
+
+from trainer_qat.integrations.gap import GapRecorder, loggable
+from trainer_qat.prepare import QatReport, is_prepared, prepare_qat, state_of
+from trainer_qat.sync import RolloutSync
+from vllm_quads.nvfp4 import Contract, ContractError, MismatchError, first_difference
+from vllm_quads.refit import RefitReport, as_engine
+
+PREFIX = "quads/"
+
+
+class QuadsGeneration(vllm_generation.VLLMGeneration):  # type: ignore[misc]
+    """TRL's generation backend with a QUADS engine, whose weights come through `RolloutSync`."""
+
+    def __init__(self, *args: Any, engine_options: Mapping[str, Any], **kwargs: Any) -> None:
+        """As TRL's; `engine_options` are given to vLLM's `LLM` (colocated engines only) and win over TRL's."""
+        self.engine_options = dict(engine_options)
+        self.report: RefitReport | None = None
+        """What the last sync did."""
+        self._pushed = False
+        super().__init__(*args, **kwargs)
+        self.sync = self._make_sync()
+
+    def sync_weights(self) -> None:
+        """Push the policy. Raises RefitError or MismatchError; the previous weights then keep serving."""
+        if self.mode == "colocate" and self.enable_sleep_mode:
+            vllm_generation.empty_cache()
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+        if not self._pushed:  # between the construction of the trainer and now, accelerate may have sharded the model
+            self.sync, self._pushed = self._make_sync(), True
+        if self.sync.engine is not None or self.sync.payload.sharded:
+            self.report = self.sync.push()
+        self._require_one_policy()
+
+    def _make_sync(self) -> RolloutSync:
+        engine = None
+        if self.mode == "colocate":
+            engine = self.llm
+        elif self.accelerator.is_main_process:
+            engine = as_engine(self.vllm_client.base_url)
+        return RolloutSync(self.model, engine)
+
+    def _require_one_policy(self) -> None:
+        """Under DDP every rank pushes its own copy of the policy into its own engine: they have to be one."""
+        found = sorted({f for f in gather_object([self.report.fingerprint if self.report else None]) if f})
+        if len(found) > 1:
+            raise MismatchError(
+                f"the ranks hold different policies (fingerprints {', '.join(found)}): their weights have diverged, so "
+                f"start again from a checkpoint, with the same seed and data order on all ranks"
+            )
+
+    def _init_vllm(self) -> None:
+        if self.mode == "server":
+            self._connect()
+        else:
+            self._start()
+        self.accelerator.wait_for_everyone()
+
+    def _connect(self) -> None:
+        """Find the server; weights do not travel over TRL's own NCCL group, so that is not set up."""
+        if not self.accelerator.is_main_process:
+            return
+        url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
+        self.vllm_client = vllm_generation.VLLMClient(base_url=url, connection_timeout=self.server_timeout)
+        mode = self.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
+        if mode != "processed_logprobs":
+            raise ContractError(
+                f"the server at {url} runs with --logprobs-mode {mode}, so its log-probs are not those it samples from "
+                f"at a temperature; start it with --logprobs-mode processed_logprobs"
+            )
+
+    def _start(self) -> None:
+        """An engine in this process. `external_launcher` runs it here, beside whatever process group there is."""
+        rank = self.accelerator.process_index
+        os.environ["RANK"], os.environ["LOCAL_RANK"] = str(rank), str(self.accelerator.local_process_index)
+        os.environ["WORLD_SIZE"] = str(self.accelerator.num_processes)
+        ensure_master_addr_port()
+        options: dict[str, Any] = {
+            "model": self.model.name_or_path,
+            "quantization": "quads",
+            "additional_config": {"quads": state_of(self.model).contract.to_dict()},
+            "max_model_len": self.max_model_length,
+            "max_num_seqs": self.max_num_seqs,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "enable_sleep_mode": self.enable_sleep_mode,
+            "model_impl": self.model_impl,
+            "trust_remote_code": self.trust_remote_code,
+            "distributed_executor_backend": "external_launcher",
+            "max_num_batched_tokens": 4096,  # TRL's: vLLM's default makes its memory profiler take too much
+            "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+            "seed": rank,
+        }
+        self.llm = vllm_generation.LLM(**(options | self.engine_options))
+        if self.enable_sleep_mode:
+            self.llm.sleep(level=2)
+        self._llm_weights_sleeping = self.enable_sleep_mode
+
+
+class QuadsMixin:
+    """Put in front of `GRPOTrainer` or a subclass of it: `class MyTrainer(QuadsMixin, GRPOTrainer)`."""
+
+    def __init__(
+        self,
+        *args: Any,
+        contract: Contract | None = None,
+        qat_options: Mapping[str, Any] | None = None,
+        engine_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """As the trainer's, and:
+
+        Args:
+            contract: what is quantized; None takes that of a prepared model, or else the default (all routed experts).
+            qat_options: further arguments of `prepare_qat`, such as {"cache": "packed"}.
+            engine_options: further arguments of vLLM's `LLM`, such as {"enforce_eager": True}; colocated engines only.
+
+        Raises:
+            ContractError: `use_vllm` is off, the model cannot be trained with fake quantization, or it is sharded in a
+                way that hides full weights (FSDP1, DeepSpeed ZeRO, tensor parallelism).
+            MismatchError: the served model follows another contract.
+        """
+        config = inspect.signature(super().__init__).bind(*args, **kwargs).arguments.get("args")
+        if config is None or not config.use_vllm:
+            raise ContractError("use_vllm: is off, but QUADS is about the vLLM rollout; pass GRPOConfig(use_vllm=True)")
+        if config.vllm_mode == "colocate" and config.vllm_tensor_parallel_size != 1:
+            raise ContractError(
+                f"vllm_tensor_parallel_size: is {config.vllm_tensor_parallel_size}; a colocated engine is refitted in "
+                f'this process, so use 1, or vllm_mode="server" for a model that needs several GPUs'
+            )
+        config.use_vllm = False  # TRL would start an engine without QUADS; ours follows below
+        try:
+            super().__init__(*args, **kwargs)
+        finally:
+            config.use_vllm = True
+        self.use_vllm = True
+        _check_sharding(self)
+        self.qat_report = _prepare(self.model, contract, dict(qat_options or {}))  # type: ignore[attr-defined]
+        self.vllm_generation = _generation(self, config, dict(engine_options or {}))
+        self._last_loaded_step = -1
+        self._gap = GapRecorder()
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's loss; on the way it notes the two sides' log-probs of this micro-batch."""
+        old, sampled = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
+        if self.model.training and old is not None and sampled is not None:  # type: ignore[attr-defined]
+            mask = inputs["completion_mask"]
+            mask = mask if inputs.get("tool_mask") is None else mask * inputs["tool_mask"]
+            self._gap.add(*(_all_ranks(self, x) for x in (old, sampled, mask)))
+        return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """TRL's log line with the mismatch since the last one and the last push, under `quads/`."""
+        report = self._gap.flush() if self.model.training else None  # type: ignore[attr-defined]
+        if report is not None:
+            logs.update(loggable(report.to_dict(PREFIX)))
+            pushed = self.vllm_generation.report
+            if pushed is not None:
+                seconds = pushed.seconds.get("trainer_total", 0.0)
+                logs.update(
+                    {
+                        f"{PREFIX}policy_version": pushed.policy_version,
+                        f"{PREFIX}push/bytes": pushed.bytes,
+                        f"{PREFIX}push/seconds": seconds,
+                    }
+                )
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+class QuadsGRPOTrainer(QuadsMixin, GRPOTrainer):  # type: ignore[misc]
+    """`GRPOTrainer` with a QUADS rollout; see `QuadsMixin` for the arguments that it adds."""
+
+
+def _prepare(model: Any, contract: Contract | None, options: dict[str, Any]) -> QatReport | None:
+    """Fake-quantize the policy, or take it as it is if it was prepared already (None)."""
+    if not is_prepared(model):
+        return prepare_qat(model, contract, **options)
+    difference = first_difference(state_of(model).contract, contract) if contract is not None else None
+    if difference is not None or options:
+        raise ContractError(
+            f"the model is prepared already, with other options ({difference or sorted(options)}); give them to "
+            f"prepare_qat, or pass the plain model"
+        )
+    return None
+
+
+def _check_sharding(trainer: Any) -> None:
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
+        raise ContractError("FSDP1 hides weights in flat parameters: use FSDP2 (accelerate: fsdp_version: 2)")
+    if trainer.is_deepspeed_enabled:
+        raise ContractError("DeepSpeed's partitioned and master weights are not seen by QUADS: use FSDP2 or DDP")
+
+
+def _generation(trainer: Any, config: Any, engine_options: dict[str, Any]) -> QuadsGeneration:
+    """The backend that TRL's constructor would have made, with our class."""
+    return QuadsGeneration(
+        model=trainer.model,
+        accelerator=trainer.accelerator,
+        processing_class=trainer.processing_class,
+        mode=config.vllm_mode,
+        structured_outputs_regex=config.vllm_structured_outputs_regex,
+        server_base_url=config.vllm_server_base_url,
+        server_host=config.vllm_server_host,
+        server_port=config.vllm_server_port,
+        server_timeout=config.vllm_server_timeout,
+        gpu_memory_utilization=config.vllm_gpu_memory_utilization,
+        max_model_length=config.vllm_max_model_length,
+        max_num_seqs=config.per_device_train_batch_size * config.steps_per_generation,
+        enable_sleep_mode=config.vllm_enable_sleep_mode,
+        model_impl=config.vllm_model_impl,
+        trust_remote_code=config.trust_remote_code,
+        repetition_penalty=trainer.repetition_penalty,
+        temperature=trainer.temperature,
+        top_p=trainer.top_p,
+        top_k=trainer.top_k,
+        min_p=trainer.min_p,
+        max_completion_length=trainer.max_completion_length,
+        logprobs=0,
+        generation_kwargs=config.generation_kwargs,
+        engine_options=engine_options,
+    )
+
+
+def _all_ranks(trainer: Any, x: Tensor) -> Tensor:
+    """[B, T] of all ranks, right-padded with 0."""
+    accelerator = trainer.accelerator
+    gathered: Tensor = accelerator.gather(accelerator.pad_across_processes(x, dim=1))
+    return gathered
