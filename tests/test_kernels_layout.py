@@ -3,19 +3,30 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from vllm_quads.kernels._native import source_directory
 from vllm_quads.kernels.layout import (
+    _ENCODE,
     BLOCK_BYTES,
+    _e5m3,
     arrange,
+    arrange_into,
+    arranged_shape,
     gate_up_order,
     padded_k,
     padded_rows,
     pair_order,
     restore,
+    unarrange,
 )
 from vllm_quads.nvfp4 import FormatError, PackedTensor
 
@@ -36,9 +47,92 @@ def test_preparation_is_lossless(n: int, k: int) -> None:
     w = packed(n, k)
     for order in (pair_order(n), *([gate_up_order(n // 2)] if n % 32 == 0 else [])):
         prepared = arrange(w.codes[None], w.block_scales[None], order)
-        codes, scales = restore(prepared[0], order, n, k)
-        assert torch.equal(codes, w.codes)
-        assert torch.equal(scales.view(torch.uint8), w.block_scales.view(torch.uint8))
+        codes, scales = restore(prepared, order, n, k)
+        assert torch.equal(codes[0], w.codes)
+        assert torch.equal(scales[0].view(torch.uint8), w.block_scales.view(torch.uint8))
+
+
+@pytest.mark.parametrize("gate_up", [False, True])
+def test_arranging_in_place_and_back(gate_up: bool) -> None:
+    """A stack and any range of it are arranged into given storage, and come back byte for byte into given storage; what
+    does not fit is refused before anything is written."""
+    experts, n, k = 3, 96, 80
+    parts = [packed(n, k, seed) for seed in range(experts)]
+    codes = torch.stack([w.codes for w in parts])
+    scales = torch.stack([w.block_scales.view(torch.uint8) for w in parts]).view(torch.float8_e4m3fn)
+    out = torch.full((experts, *arranged_shape(n, k)), 255, dtype=torch.uint8)
+    assert arrange_into(codes, scales, out, gate_up=gate_up) is out
+    assert torch.equal(out, arrange(codes, scales, gate_up_order(n // 2) if gate_up else pair_order(n)))
+    whole = out.clone()
+    out[1:2].fill_(0)
+    arrange_into(codes[1:2], scales.view(torch.uint8)[1:2].view(torch.float8_e4m3fn), out[1:2], gate_up=gate_up)
+    assert torch.equal(out, whole)
+    back = (torch.zeros_like(codes), torch.zeros_like(scales))
+    got = unarrange(out, n, k, gate_up=gate_up, codes=back[0], scales=back[1])
+    assert got[0] is back[0]
+    assert got[1] is back[1]
+    assert torch.equal(back[0], codes)
+    assert torch.equal(back[1].view(torch.uint8), scales.view(torch.uint8))
+    assert torch.equal(unarrange(out, n, k, gate_up=gate_up)[0], codes)
+    for bad in (
+        out[:2],
+        out[:, 1:].contiguous(),
+        out.to(torch.int16),
+        out.transpose(1, 2).contiguous().transpose(1, 2),
+    ):
+        with pytest.raises(FormatError, match="prepared weights"):
+            arrange_into(codes, scales, bad, gate_up=gate_up)
+    assert torch.equal(out, whole)
+
+
+HOST = """
+#include "arrange_math.cuh"
+extern "C" void run(const unsigned char* bytes, int words, unsigned* word, unsigned char* back, unsigned char* e5m3,
+                    unsigned char* e4m3, unsigned* scale_word) {
+  using namespace quads;
+  for (int i = 0; i < words; ++i) {
+    const unsigned char* c = bytes + 4 * i;
+    word[i] = encode_word(spread_byte(c[0]), spread_byte(c[1]), spread_byte(c[2]), spread_byte(c[3]));
+    uint32_t a[4];
+    decode_bits(word[i], a);
+    for (int j = 0; j < 4; ++j) back[4 * i + j] = (unsigned char)gather_byte(a[j]);
+  }
+  for (unsigned c = 0; c < 128; ++c) {
+    e5m3[c] = (unsigned char)e5m3_from_e4m3(c);
+    e4m3[c] = (unsigned char)e4m3_from_e5m3(e5m3[c]);
+    uint32_t s[4];
+    decode_scale_word(encode_scales(c, c ^ 0x55, c ^ 0xAA, c ^ 0xFF), s);
+    scale_word[c] = s[0] == c && s[1] == (c ^ 0x55) && s[2] == (c ^ 0xAA) && s[3] == (c ^ 0xFF);
+  }
+}
+"""
+
+
+def test_the_layout_kernels_bit_operations(tmp_path: Path) -> None:
+    """csrc/arrange_math.cuh, compiled for the host: words and scale bytes as torch makes them, and back."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    (tmp_path / "host.cpp").write_text(HOST)
+    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", f"-I{source_directory()}"]
+    subprocess.run([compiler, *flags, str(tmp_path / "host.cpp"), "-o", str(tmp_path / "host.so")], check=True)
+    codes = np.random.default_rng(0).integers(0, 256, 4 * 5000, dtype=np.uint8)
+    word, back = np.zeros(5000, np.uint32), np.zeros_like(codes)
+    e5m3, e4m3, scale_word = np.zeros(128, np.uint8), np.zeros(128, np.uint8), np.zeros(128, np.uint32)
+    pointers = [a.ctypes.data_as(ctypes.c_void_p) for a in (codes, word, back, e5m3, e4m3, scale_word)]
+    ctypes.CDLL(str(tmp_path / "host.so")).run(pointers[0], 5000, *pointers[1:])
+    assert np.array_equal(back, codes)
+    want = np.zeros(5000, np.uint32)
+    for j in range(4):  # register j; low nibble: even k, low half
+        for parity in range(2):
+            nibble = codes[j::4] >> (4 * parity) & 15
+            for i in range(4):
+                want ^= np.where(nibble >> i & 1, np.uint32(_ENCODE[8 * j + 4 * parity + i]), np.uint32(0))
+    assert np.array_equal(word, want)
+    everything = torch.arange(128, dtype=torch.uint8)
+    assert np.array_equal(e5m3, _e5m3(everything.view(torch.float8_e4m3fn)).numpy())
+    assert np.array_equal(e4m3, everything.numpy())
+    assert scale_word.all()
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)

@@ -69,6 +69,15 @@ class AlignArgs(ctypes.Structure):
     ]  # fmt: skip
 
 
+class ArrangeArgs(ctypes.Structure):
+    """Mirror of `ArrangeArgs` in csrc/arrange.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "blocks")),
+        *((name, ctypes.c_int) for name in ("experts", "rows", "k", "row_tiles", "kblocks", "gate_up")),
+    ]
+
+
 def source_directory() -> Path:
     """Where the CUDA sources are: beside the package (source checkout) or inside it (wheel)."""
     here = Path(__file__).resolve()
@@ -158,6 +167,7 @@ def library() -> ctypes.CDLL:
     lib.quads_sum.argtypes = [
         pointer, pointer, pointer, integer, integer, integer, integer, ctypes.c_int64, integer, integer, pointer
     ]  # fmt: skip
+    lib.quads_arrange.argtypes = [pointer, integer, pointer]
     lib.quads_error_string.argtypes = [integer]
     lib.quads_error_string.restype = ctypes.c_char_p
     return lib
@@ -177,3 +187,23 @@ def stream() -> int:
 def pointer(tensor: torch.Tensor | None) -> int | None:
     """Address of a tensor, or None."""
     return None if tensor is None else tensor.data_ptr()
+
+
+def arrange(
+    codes: torch.Tensor, scales: torch.Tensor, blocks: torch.Tensor, k: int, gate_up: bool, *, inverse: bool
+) -> None:
+    """Launch the layout kernel of csrc/arrange.cu on checked tensors; see `layout.arrange_into` and `unarrange`."""
+    rows = codes.shape[1]
+    args = ArrangeArgs(
+        codes=codes.data_ptr(),
+        scales=scales.data_ptr(),
+        blocks=blocks.data_ptr(),
+        experts=codes.shape[0],
+        rows=rows,
+        k=k,
+        row_tiles=-(-rows // 128) * 2,
+        kblocks=-(-k // 256) * 4,
+        gate_up=int(gate_up),
+    )
+    with torch.cuda.device(codes.device):
+        check(library().quads_arrange(ctypes.byref(args), int(inverse), stream()), "weight layout")

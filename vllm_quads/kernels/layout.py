@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weight layout of the Hopper kernels (csrc/weights.cuh), written and read back in plain torch.
+"""The weight layout of the Hopper kernels (csrc/weights.cuh): written and read back by a kernel or in plain torch.
+
+    arrange_into(codes, scales, out, gate_up=...)    packed checkpoint layout -> prepared layout
+    unarrange(prepared, rows, k, gate_up=...)        and back, exactly
 
 Rows are cut into 64-row tiles, K into 64-wide blocks; each 64x64 block is 2048 bytes of codes and 256 bytes of block
 scales in the order in which a warp's lanes consume them; four row tiles form one contiguous group. Nothing is
@@ -12,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_quads.kernels import _native
 from vllm_quads.nvfp4.errors import FormatError
 from vllm_quads.nvfp4.formats import BLOCK_SIZE, unpack_codes
 
@@ -132,36 +136,134 @@ def arrange(codes: Tensor, scales: Tensor, order: Tensor) -> Tensor:
 
 
 def restore(prepared: Tensor, order: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
-    """Inverse of `arrange`, one matrix [blocks, 2304]: codes uint8 [N, K/2], block scales float8_e4m3fn [N, K/16]."""
-    device = prepared.device
+    """Inverse of `arrange`: [E, blocks, 2304] to codes uint8 [E, N, K/2], block scales float8_e4m3fn [E, N, K/16]."""
+    device, experts = prepared.device, prepared.shape[0]
     order = order.to(device)
     tiles = order.numel() // ROW_TILE
-    kb = prepared.shape[0] // tiles
-    groups = prepared.split(GROUP_TILES * kb)
-    blocks = torch.cat([g.view(kb, -1, BLOCK_BYTES).transpose(0, 1) for g in groups])
-    words = blocks.contiguous().view(torch.int32).view(tiles, kb, -1).to(torch.int64) & 0xFFFFFFFF
-    word = words[..., :512].view(tiles, kb, 4, 8, 4, 4)
-    q = torch.zeros(tiles, 4, 2, 8, kb, 4, 2, 4, 2, dtype=torch.uint8, device=device)
+    kb = prepared.shape[1] // tiles
+    groups = prepared.split(GROUP_TILES * kb, dim=1)
+    blocks = torch.cat([g.reshape(experts, kb, -1, BLOCK_BYTES).transpose(1, 2) for g in groups], dim=1)
+    words = blocks.contiguous().view(torch.int32).view(experts, tiles, kb, -1).to(torch.int64) & 0xFFFFFFFF
+    # [expert, tile, K block, brick, g, t, k-step]
+    word = words[..., :512].reshape(experts, tiles, kb, 4, 8, 4, 4)
+    q = torch.zeros(experts, tiles, 4, 2, 8, kb, 4, 2, 4, 2, dtype=torch.uint8, device=device)
     for register, views in enumerate(_VIEWS):
         bits = torch.zeros_like(word)
         for shift in views:
             bits ^= (word << shift if shift >= 0 else word >> -shift) & 0xFFFFFFFF
         for parity in range(2):
             half = bits >> (16 * parity)
-            c = ((half >> 9 & 7) | (half >> 15 & 1) << 3).permute(0, 2, 3, 1, 5, 4).to(torch.uint8)
-            q[:, :, register & 1, :, :, :, register >> 1, :, parity] = c
-    w = words[..., 512:].view(tiles, kb, 4, 8, 2)
+            c = ((half >> 9 & 7) | (half >> 15 & 1) << 3).permute(0, 1, 3, 4, 2, 6, 5).to(torch.uint8)
+            q[:, :, :, register & 1, :, :, :, register >> 1, :, parity] = c
+    w = words[..., 512:].reshape(experts, tiles, kb, 4, 8, 2)
     low = torch.stack(((w >> 7) & 0xFF, ((w & 0x7F) << 1) | (w >> 31)), dim=-1)
     high = torch.stack(((w >> 23) & 0xFF, (((w >> 16) & 0x7F) << 1) | ((w >> 15) & 1)), dim=-1)
-    s = torch.stack((low, high), dim=-1)  # tile, K block, brick, g, word, odd, row half
-    s = s.permute(0, 2, 6, 3, 1, 4, 5).reshape(order.numel(), kb * 4)
+    s = torch.stack((low, high), dim=-1)  # expert, tile, K block, brick, g, word, odd, row half
+    s = s.permute(0, 1, 3, 7, 4, 2, 5, 6).reshape(experts, order.numel(), kb * 4)
 
     position = torch.empty(n, dtype=torch.int64, device=device)
     valid = order >= 0
     position[order[valid]] = torch.arange(order.numel(), device=device)[valid]
-    codes = q.reshape(order.numel(), kb * K_BLOCK)[position][:, :k]
-    scales = _from_e5m3(s[position][:, : k // BLOCK_SIZE])
-    return codes[:, 0::2] | (codes[:, 1::2] << 4), scales
+    codes = q.reshape(experts, order.numel(), kb * K_BLOCK)[:, position, :k]
+    scales = _from_e5m3(s[:, position, : k // BLOCK_SIZE])
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
+
+
+def arranged_shape(rows: int, k: int) -> tuple[int, int]:
+    """Blocks and bytes a block of one prepared matrix [rows, k]: the trailing shape of `arrange_into`'s output."""
+    return padded_rows(rows) // ROW_TILE * (padded_k(k) // K_BLOCK), BLOCK_BYTES
+
+
+def row_order(rows: int, *, gate_up: bool) -> Tensor:
+    """`gate_up_order` of a w13 with `rows` = 2I, or `pair_order` of any other matrix."""
+    return gate_up_order(rows // 2) if gate_up else pair_order(rows)
+
+
+def arrange_into(codes: Tensor, scales: Tensor, out: Tensor, *, gate_up: bool) -> Tensor:
+    """`arrange` into existing storage; a stack of E matrices or, sliced along dim 0, any range of one.
+
+    codes: uint8 [E, N, K/2] (low nibble = even k); scales: float8_e4m3fn [E, N, K/16]; out: uint8
+    [E, *arranged_shape(N, K)]; all contiguous. gate_up: the rows are I of gate and I of up (w13). On a Hopper GPU it is
+    one kernel on the current stream, capturable in a CUDA graph; elsewhere plain torch; the same bytes either way.
+    Returns out. Raises FormatError for shapes that do not belong together.
+    """
+    _check_arranged(codes, scales, out, gate_up)
+    experts, rows, half_k = codes.shape
+    if _on_hopper(codes):
+        _native.arrange(codes, scales, out, 2 * half_k, gate_up, inverse=False)
+        return out
+    order = row_order(rows, gate_up=gate_up)
+    chunk = max(1, _CHUNK_CODES // max(1, rows * 2 * half_k))
+    for first in range(0, experts, chunk):
+        part = slice(first, first + chunk)
+        # float8 tensors are cut through a view: some torch releases cannot index them
+        out[part].copy_(arrange(codes[part], scales.view(torch.uint8)[part].view(torch.float8_e4m3fn), order))
+    return out
+
+
+def unarrange(
+    prepared: Tensor,
+    rows: int,
+    k: int,
+    *,
+    gate_up: bool,
+    codes: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Exact inverse of `arrange_into`: codes uint8 [E, rows, k/2] and block scales float8_e4m3fn [E, rows, k/16].
+
+    prepared: uint8 [E, *arranged_shape(rows, k)], contiguous. Existing `codes` and `scales` are written in place. Block
+    scales come back without a sign (they have none in NVFP4).
+    """
+    experts, device = prepared.shape[0], prepared.device
+    if codes is None:
+        codes = torch.empty(experts, rows, k // 2, dtype=torch.uint8, device=device)
+    if scales is None:
+        scales = torch.empty(experts, rows, k // BLOCK_SIZE, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    _check_arranged(codes, scales, prepared, gate_up)
+    if codes.shape[1:] != (rows, k // 2):
+        raise FormatError(f"codes: have shape {tuple(codes.shape)}, expected {(experts, rows, k // 2)}")
+    if _on_hopper(prepared):
+        _native.arrange(codes, scales, prepared, k, gate_up, inverse=True)
+        return codes, scales
+    order = row_order(rows, gate_up=gate_up)
+    chunk = max(1, _CHUNK_CODES // max(1, rows * k))
+    for first in range(0, experts, chunk):
+        part = slice(first, first + chunk)
+        got_codes, got_scales = restore(prepared[part], order, rows, k)
+        codes[part].copy_(got_codes)
+        scales.view(torch.uint8)[part].copy_(got_scales.view(torch.uint8))
+    return codes, scales
+
+
+_CHUNK_CODES = 1 << 25
+"""Codes that the torch path arranges at a time: bounds its scratch memory to about 0.5 GB."""
+
+
+def _check_arranged(codes: Tensor, scales: Tensor, out: Tensor, gate_up: bool) -> None:
+    if codes.dim() != 3 or codes.shape[2] % (BLOCK_SIZE // 2):
+        raise FormatError(f"codes: have shape {tuple(codes.shape)}, expected [E, N, K/2] with K a multiple of 16")
+    experts, rows, k = codes.shape[0], codes.shape[1], 2 * codes.shape[2]
+    if scales.shape != (experts, rows, k // BLOCK_SIZE):
+        raise FormatError(f"codes {tuple(codes.shape)} and block scales {tuple(scales.shape)} do not belong together")
+    if out.shape != (experts, *arranged_shape(rows, k)):
+        raise FormatError(
+            f"prepared weights: have shape {tuple(out.shape)}, expected {(experts, *arranged_shape(rows, k))} for "
+            f"codes {tuple(codes.shape)}"
+        )
+    if gate_up and rows % 2:
+        raise FormatError(f"codes: {rows} rows cannot be as many of gate as of up")
+    dtypes = (torch.uint8, torch.float8_e4m3fn, torch.uint8)
+    for name, t, dtype in zip(("codes", "block scales", "prepared weights"), (codes, scales, out), dtypes, strict=True):
+        if t.dtype is not dtype or not t.is_contiguous() or t.device != codes.device:
+            raise FormatError(
+                f"{name}: {t.dtype} on {t.device}, contiguous: {t.is_contiguous()}; expected contiguous {dtype} on "
+                f"{codes.device}"
+            )
+
+
+def _on_hopper(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
 def _e5m3(scales: Tensor) -> Tensor:

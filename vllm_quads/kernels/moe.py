@@ -23,17 +23,7 @@ from torch import Tensor
 
 from vllm_quads.kernels import _native
 from vllm_quads.kernels._native import AlignArgs, GemmArgs, QuantizeArgs
-from vllm_quads.kernels.layout import (
-    BLOCK_BYTES,
-    K_BLOCK,
-    ROW_TILE,
-    arrange,
-    gate_up_order,
-    padded_k,
-    padded_rows,
-    pair_order,
-    restore,
-)
+from vllm_quads.kernels.layout import K_BLOCK, arrange_into, arranged_shape, padded_k, unarrange
 from vllm_quads.nvfp4.errors import FormatError
 
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -69,11 +59,10 @@ class PreparedMoE:
 
     def unpack(self, expert: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Inverse of the preparation, one expert: w13 codes, w13 block scales, w2 codes, w2 block scales."""
-        i, h = self.intermediate, self.hidden
-        return (
-            *restore(self.w13[expert], gate_up_order(i), 2 * i, h),
-            *restore(self.w2[expert], pair_order(h), h, i),
-        )
+        i, h, part = self.intermediate, self.hidden, slice(expert, expert + 1)
+        codes13, scales13 = unarrange(self.w13[part], 2 * i, h, gate_up=True)
+        codes2, scales2 = unarrange(self.w2[part], h, i, gate_up=False)
+        return codes13[0], scales13[0], codes2[0], scales2[0]
 
 
 @dataclass(frozen=True)
@@ -124,9 +113,8 @@ def prepare_moe_weights(
         raise FormatError(f"hidden {hidden} and intermediate {intermediate} must be multiples of 16 on each rank")
     device = w13_codes.device
     if out is None:
-        rows = padded_rows(2 * intermediate)
-        shape13 = (experts, rows // ROW_TILE * (padded_k(hidden) // K_BLOCK), BLOCK_BYTES)
-        shape2 = (experts, padded_rows(hidden) // ROW_TILE * (padded_k(intermediate) // K_BLOCK), BLOCK_BYTES)
+        shape13 = (experts, *arranged_shape(2 * intermediate, hidden))
+        shape2 = (experts, *arranged_shape(hidden, intermediate))
         out = PreparedMoE(
             torch.empty(shape13, dtype=torch.uint8, device=device),
             torch.empty(shape2, dtype=torch.uint8, device=device),
@@ -140,24 +128,11 @@ def prepare_moe_weights(
             f"out was prepared for {(out.num_experts, out.hidden, out.intermediate)} (experts, hidden, intermediate), "
             f"not for {(experts, hidden, intermediate)}"
         )
-    order13, order2 = gate_up_order(intermediate), pair_order(hidden)
-    chunk = max(1, _PREPARE_CODES // (rows13 * hidden))
-    for first in range(0, experts, chunk):
-        part = slice(first, first + chunk)
-        out.w13[part].copy_(arrange(w13_codes[part], _rows(w13_scales, part), order13))
-        out.w2[part].copy_(arrange(w2_codes[part], _rows(w2_scales, part), order2))
+    arrange_into(w13_codes, w13_scales, out.w13, gate_up=True)
+    arrange_into(w2_codes, w2_scales, out.w2, gate_up=False)
     out.w13_decode.copy_(w13_decode if w13_decode.dim() == 2 else w13_decode[:, None].expand(-1, 2))
     out.w2_decode.copy_(w2_decode[:, None].expand(-1, 2))
     return out
-
-
-_PREPARE_CODES = 1 << 25
-"""Codes arranged at a time: bounds the scratch memory to about 0.5 GB."""
-
-
-def _rows(scales: Tensor, part: slice) -> Tensor:
-    # indexing float8 tensors needs kernels that some torch releases lack
-    return scales.view(torch.uint8)[part].view(torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
