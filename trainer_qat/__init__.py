@@ -9,8 +9,10 @@ from trainer_qat.calibration import calibrate
 from trainer_qat.export import ExportReport, export_checkpoint
 from trainer_qat.mismatch import MismatchReport
 from trainer_qat.prepare import QatReport, clear_cache, prepare_qat, qat_disabled, remove_qat
+from trainer_qat.schedule import Schedule
 from trainer_qat.scoring import score, token_log_probs
 from trainer_qat.sensitivity import sensitivities
+from trainer_qat.steps import follow_optimizer, load_qat_state_dict, qat_state_dict, qat_step
 from trainer_qat.sync import RolloutSync
 
 __all__ = [
@@ -19,12 +21,17 @@ __all__ = [
     "MismatchReport",
     "QatReport",
     "RolloutSync",
+    "Schedule",
     "calibrate",
     "clear_cache",
     "export_checkpoint",
+    "follow_optimizer",
+    "load_qat_state_dict",
     "mismatch",
     "prepare_qat",
     "qat_disabled",
+    "qat_state_dict",
+    "qat_step",
     "remove_qat",
     "score",
     "sensitivities",

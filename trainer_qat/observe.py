@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer_qat.experts import sorted_experts
 from trainer_qat.inventory import Weight, decoder_layers, stack_problem, weights_of
 from trainer_qat.prepare import expert_weights, experts_of, is_prepared, state_of
 from vllm_quads.nvfp4 import Contract, ContractError, canonical_name, scale_group
@@ -137,27 +138,11 @@ def _linear_hook(matrix: str, observer: Observer) -> Callable[[nn.Module, Any, T
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The `quads_observe` experts implementation; [M, H] to [M, H]."""
-    gate_up, down = expert_weights(self)
-    flat = top_k_index.flatten()
-    order = flat.argsort(stable=True)
-    order = order[flat[order] < self.num_experts]  # expert parallelism marks foreign experts with num_experts
-    expert, token = flat[order], order // top_k_index.shape[1]
-    counts = torch.bincount(expert, minlength=self.num_experts).tolist()
-
-    y13 = _grouped(hidden_states[token], gate_up, counts)
     observed = getattr(self, _OBSERVER, None)
-    if observed is not None:
-        path, observer = observed
-        observer(Pass(site_of(f"{path}.gate_up_proj"), f"{path}.gate_up_proj", hidden_states, y13, expert))
-    h = self._apply_gate(y13)
-    y2 = _grouped(h, down, counts)
-    if observed is not None:
-        observer(Pass(site_of(f"{path}.down_proj"), f"{path}.down_proj", h, y2, expert))
-    out = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
-    out = out.index_add(0, token, (y2 * top_k_weights.flatten()[order, None]).to(torch.float32))
-    return out.to(hidden_states.dtype)
 
+    def watch(part: str, x: Tensor, y: Tensor, expert: Tensor) -> None:
+        if observed is not None:
+            path, observer = observed
+            observer(Pass(site_of(f"{path}.{part}"), f"{path}.{part}", x, y, expert))
 
-def _grouped(x: Tensor, stack: Tensor, counts: list[int]) -> Tensor:
-    parts = [nn.functional.linear(rows, weight) for rows, weight in zip(x.split(counts), stack, strict=True)]
-    return torch.cat(parts)
+    return sorted_experts(self, *expert_weights(self), hidden_states, top_k_index, top_k_weights, watch=watch)

@@ -16,26 +16,28 @@ checkpoint without its experts). Two hooks:
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from trainer_qat.ablation import check_ablation, fake_quantize_activation
 from trainer_qat.cache import CacheMode
-from trainer_qat.inventory import Inventory, Weight
-from trainer_qat.quantizer import QatState, WeightQuantizer, shared_amax
+from trainer_qat.experts import sorted_experts
+from trainer_qat.inventory import Inventory
+from trainer_qat.quantizer import QatState, WeightQuantizer
+from trainer_qat.scales import FROZEN_FILE, kept_or_current, load_frozen
+from trainer_qat.schedule import Progress, Schedule
 from vllm_quads.nvfp4 import Contract, ContractError, QuantizedSet, WeightGlobalScale, scale_group
 
 IMPLEMENTATION = "quads_qat"
 """Name of the experts implementation."""
-FROZEN_FILE = Path("quads") / "frozen_amax.safetensors"
-"""Where an exported checkpoint keeps the amax values of frozen global scales."""
 _STATE = "_quads_state"
 _QUANTIZERS = "_quads_quantizers"
 _INNER = "_quads_inner"
@@ -56,6 +58,20 @@ class QatReport:
     """BF16 bytes of the quantized weights."""
     bytes_packed: int
     """Their bytes in the rollout."""
+    knobs: tuple[str, ...] = ()
+    """Options that are not the default, in words."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready dictionary, for an experiment tracker."""
+        return {
+            "contract": self.contract.to_dict(),
+            "quantized": {name: list(shape) for name, shape in self.quantized.shapes.items()},
+            "kept": dict(self.kept),
+            "parameters": self.parameters,
+            "bytes_bf16": self.bytes_bf16,
+            "bytes_packed": self.bytes_packed,
+            "knobs": list(self.knobs),
+        }
 
     def __str__(self) -> str:
         reasons: dict[str, int] = {}
@@ -65,6 +81,7 @@ class QatReport:
             f"NVFP4 fake quantization of {len(self.quantized)} matrices in {self.parameters} parameters: "
             f"{self.bytes_bf16 / 2**20:.1f} MiB in BF16, {self.bytes_packed / 2**20:.1f} MiB in the rollout"
         ]
+        lines += [f"  {knob}" for knob in self.knobs]
         lines += [f"  kept: {count} ({why})" for why, count in sorted(reasons.items())]
         return "\n".join(lines)
 
@@ -76,6 +93,9 @@ def prepare_qat(
     cache: CacheMode | str = CacheMode.AUTO,
     clamp_gradient: bool = False,
     frozen_from: Path | str | None = None,
+    schedule: Schedule | None = None,
+    scale_decay: float = 0.99,
+    w4a4_ablation: bool = False,
 ) -> QatReport:
     """Fake-quantize the weights that the contract selects, in place; call it before or after `fully_shard`.
 
@@ -85,33 +105,43 @@ def prepare_qat(
         contract: what is quantized; the default quantizes all routed experts.
         cache: what is kept of a quantized weight between micro-batches (see `CacheMode`).
         clamp_gradient: zero the gradient where the quantizer saturates, instead of passing all of it through.
-        frozen_from: with `weight_global_scale="frozen"`, an exported checkpoint whose scales are used; without it they
-            are taken from the weights as they are now.
+        frozen_from: with `weight_global_scale` "frozen" or "moving_average", a `quads` checkpoint (exported, or
+            written by `quads quantize`) whose scales are taken up; without it they are those of the weights as they
+            are now.
+        schedule: the step from which weights are quantized, and the ramp; None quantizes from the start. Call
+            `qat_step` or `follow_optimizer` (see `trainer_qat.steps`).
+        scale_decay: decay of moving-average scales per optimizer step, 0 to 1; call `qat_step` as for a schedule.
+        w4a4_ablation: quantize activations too (symmetric QAT), to compare with; see `trainer_qat.ablation`.
 
     Raises:
         ContractError: nothing matches, a selected weight cannot be quantized, the model carries adapters (PEFT), is
             quantized already, tensor parallel or prepared already.
     """
     contract = Contract() if contract is None else contract
-    _check_arguments(model, contract, cache)
+    _check_arguments(model, contract, cache, schedule, scale_decay)
     _check_model(model)
     inventory = Inventory.of(model, contract)
-    state = QatState(contract, inventory.quantized, CacheMode(cache), clamp_gradient)
-    frozen = contract.weight_global_scale is WeightGlobalScale.FROZEN
+    if w4a4_ablation:
+        check_ablation(contract)
+    progress = Progress(Schedule() if schedule is None else schedule)
+    state = QatState(
+        contract, inventory.quantized, CacheMode(cache), clamp_gradient, progress, scale_decay, w4a4_ablation
+    )
+    frozen = contract.weight_global_scale is not WeightGlobalScale.LIVE
     if frozen_from is not None and not frozen:
-        raise ContractError('frozen_from: needs weight_global_scale="frozen" in the contract')
+        raise ContractError('frozen_from: needs weight_global_scale "frozen" or "moving_average" in the contract')
     groups: dict[str, list[nn.Linear]] = {}
     for weight in inventory.selected:
         if isinstance(weight.module, nn.Linear):
             groups.setdefault(scale_group(weight.name), []).append(weight.module)
-    kept_amax = load_frozen(Path(frozen_from)) if frozen_from is not None else None
+    kept_amax = load_frozen(Path(frozen_from), inventory.selected) if frozen_from is not None else None
 
     quantizer_of: list[WeightQuantizer] = []
     for weight in inventory.selected:  # whatever can fail comes before the model is touched
         siblings = tuple(groups.get(scale_group(weight.name), ())) if isinstance(weight.module, nn.Linear) else ()
         quantizer = WeightQuantizer(weight.name, tuple(weight.matrices), state, siblings)
         if frozen:
-            quantizer.frozen = _frozen_amax(weight, siblings, kept_amax)
+            quantizer.frozen = kept_or_current(weight, siblings, kept_amax)
         quantizer_of.append(quantizer)
     for weight, quantizer in zip(inventory.selected, quantizer_of, strict=True):
         quantizers = dict(getattr(weight.module, _QUANTIZERS, {}))
@@ -128,7 +158,20 @@ def prepare_qat(
         len(inventory.selected),
         inventory.bytes_bf16,
         inventory.bytes_packed,
+        tuple(_describe(state)),
     )
+
+
+def _describe(state: QatState) -> Iterator[str]:
+    schedule, scale = state.progress.schedule, state.contract.weight_global_scale
+    if schedule != Schedule():
+        yield f"sets in after {schedule.start} optimizer steps, over a ramp of {schedule.ramp}"
+    if scale is WeightGlobalScale.MOVING_AVERAGE:
+        yield f"global scales: moving average, decay {state.scale_decay}"
+    elif scale is WeightGlobalScale.FROZEN:
+        yield "global scales: frozen"
+    if state.w4a4_ablation:
+        yield "ABLATION: activations are quantized as well (symmetric W4A4)"
 
 
 def remove_qat(model: nn.Module) -> None:
@@ -200,7 +243,7 @@ def clear_cache(model: nn.Module) -> None:
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _check_arguments(model: object, contract: object, cache: object) -> None:
+def _check_arguments(model: object, contract: object, cache: object, schedule: object, decay: object) -> None:
     if not isinstance(model, nn.Module):
         raise ContractError(f"model: is {type(model).__name__}, expected a torch.nn.Module")
     if not isinstance(contract, Contract):
@@ -210,6 +253,10 @@ def _check_arguments(model: object, contract: object, cache: object) -> None:
         )
     if cache not in list(CacheMode):
         raise ContractError(f"cache: is {cache!r}, expected one of {[mode.value for mode in CacheMode]}")
+    if not (schedule is None or isinstance(schedule, Schedule)):
+        raise ContractError(f"schedule: is {type(schedule).__name__}, expected a trainer_qat.Schedule")
+    if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
+        raise ContractError(f"scale_decay: is {decay!r}, expected 0 <= decay < 1")
 
 
 def _check_model(model: nn.Module) -> None:
@@ -233,22 +280,6 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-def _frozen_amax(weight: Weight, siblings: tuple[nn.Linear, ...], kept: Mapping[str, Tensor] | None) -> Tensor:
-    if kept is None:
-        return shared_amax([m.weight for m in siblings] or [weight.tensor], weight.name)
-    if weight.name not in kept:
-        raise ContractError(f"{weight.name}: the checkpoint's frozen scales ({FROZEN_FILE}) do not hold it")
-    amax = kept[weight.name]
-    expected = tuple(weight.tensor.shape[:-2])
-    if tuple(amax.shape) != expected:
-        raise ContractError(f"{weight.name}: frozen amax has shape {tuple(amax.shape)}, expected {expected}")
-    if amax.dtype != torch.float32 or not bool((torch.isfinite(amax) & (amax >= 0)).all()):
-        raise ContractError(
-            f"{weight.name}: the frozen amax is not float32, finite and at least 0; export the checkpoint again"
-        )
-    return amax
-
-
 def frozen_amax(model: nn.Module) -> dict[str, Tensor]:
     """Canonical name of each weight or stack -> float32 amax of its frozen scale; empty with live scales."""
     return {q.name: q.frozen for _, _, q in quantizers_of(model) if q.frozen is not None}
@@ -261,18 +292,6 @@ def save_frozen(model: nn.Module, checkpoint: Path) -> None:
         path = checkpoint / FROZEN_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, path, metadata={"format": "pt"})
-
-
-def load_frozen(checkpoint: Path) -> dict[str, Tensor]:
-    """Read what `save_frozen` wrote. Raises ContractError if the checkpoint has no frozen scales."""
-    path = checkpoint / FROZEN_FILE
-    if not path.is_file():
-        raise ContractError(f"frozen_from: {path} does not exist; export a model with frozen scales first")
-    try:
-        loaded: dict[str, Tensor] = load_file(path)
-    except (SafetensorError, OSError) as e:
-        raise ContractError(f"frozen_from: {path} cannot be read ({e}); export the checkpoint again") from e
-    return loaded
 
 
 # --- linears ---------------------------------------------------------------------------------------------------------
@@ -289,6 +308,9 @@ class QatLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """y = x Wq^T + b."""
+        quantizer: WeightQuantizer | None = getattr(self, _QUANTIZERS, {}).get("weight")
+        if quantizer is not None and quantizer.state.w4a4_ablation and quantizer.state.computes:
+            input = fake_quantize_activation(input, quantizer.state.contract)
         return nn.functional.linear(input, self.quads_weight, self.bias)
 
 
@@ -336,6 +358,10 @@ def experts_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         raise ContractError(
             f"{type(self).__name__} runs the experts implementation {IMPLEMENTATION!r} but prepare_qat has not seen it"
         )
+    state = next((q.state for q in quantizers.values()), None)
+    if state is not None and state.w4a4_ablation and state.computes:
+        operand = functools.partial(fake_quantize_activation, contract=state.contract)
+        return sorted_experts(self, *expert_weights(self), *args, **kwargs, operand=operand)
     view = _ExpertsView(self, *expert_weights(self)) if quantizers else self
     return _inner_forward(self)(view, *args, **kwargs)
 

@@ -265,7 +265,7 @@ class QuadsConfig(QuantizationConfig):
 
     def make_loader(self, layer: nn.Module, groups: list[list[Matrix]]) -> PackedLoader:
         """The loader of a quantized layer."""
-        frozen = self.contract.weight_global_scale is WeightGlobalScale.FROZEN
+        frozen = self.contract.weight_global_scale is not WeightGlobalScale.LIVE
         return PackedLoader(layer, groups, self.disk_name, frozen=frozen)
 
     def disk_name(self, name: str) -> str:

@@ -240,7 +240,7 @@ class PackedLoader:
         key = group[0].name
         if key not in self._frozen_amax and any(self._status[m.name].ever_loaded for m in group):
             raise RefitError(
-                f"{self._where(group[0], Role.WEIGHT)}: weight_global_scale='frozen' keeps the scale of the packed "
+                f"{self._where(group[0], Role.WEIGHT)}: a weight_global_scale other than 'live' is that of the packed "
                 f"checkpoint, so this engine takes packed weights only; push with packed=True"
             )
         return self._frozen_amax.setdefault(key, amax)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens once per optimizer step: the schedule goes on, and moving-average scales follow the weights.
+
+The state of both is not part of the model's state dict, which stays that of the plain model; save `qat_state_dict`
+beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from trainer_qat.prepare import quantizers_of, state_of
+from trainer_qat.quantizer import shared_amax
+from vllm_quads.nvfp4 import ContractError, WeightGlobalScale
+
+_STEP = "step"
+_AMAX = "amax."
+
+
+def qat_step(model: nn.Module) -> None:
+    """Tell a prepared model that the optimizer has made a step. All ranks call it, after `optimizer.step()`.
+
+    Needed only with a schedule or moving-average scales; see `follow_optimizer` for doing it automatically. A moving
+    average becomes decay * average + (1 - decay) * amax of the weights as they are now.
+    """
+    state = state_of(model)
+    state.progress.move_to(state.progress.step + 1)
+    if state.contract.weight_global_scale is not WeightGlobalScale.MOVING_AVERAGE:
+        return
+    with torch.no_grad():
+        for module, attribute, quantizer in quantizers_of(model):
+            weights = [s.weight for s in quantizer.siblings] or [getattr(module, attribute)]
+            now = shared_amax(weights, quantizer.name)
+            assert quantizer.frozen is not None
+            quantizer.frozen = state.scale_decay * quantizer.frozen.to(now.device) + (1 - state.scale_decay) * now
+            quantizer.cache.clear()
+
+
+def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> RemovableHandle:
+    """Call `qat_step(model)` after every `optimizer.step()`; the handle's `remove()` ends it.
+
+    A wrapper (accelerate's) is looked through. Raises ContractError if the model is not prepared.
+    """
+    state_of(model)
+    inner: Any = getattr(optimizer, "optimizer", optimizer)
+    handle: RemovableHandle = inner.register_step_post_hook(lambda *_: qat_step(model))
+    return handle
+
+
+def qat_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Optimizer steps taken (`step`, int64 scalar) and the amax of frozen or moving-average scales (`amax.NAME`)."""
+    state: dict[str, Tensor] = {_STEP: torch.tensor(state_of(model).progress.step)}
+    for _, _, quantizer in quantizers_of(model):
+        if quantizer.frozen is not None:
+            state[_AMAX + quantizer.name] = quantizer.frozen.detach().clone()
+    return state
+
+
+def load_qat_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Continue where `qat_state_dict` was taken. Raises ContractError if it is that of another model or contract."""
+    mine = qat_state_dict(model)
+    if state.keys() != mine.keys():
+        odd = sorted(state.keys() ^ mine.keys())[0]
+        where = "the given state" if odd in state else "the model"
+        raise ContractError(f"load_qat_state_dict: only {where} has {odd!r}; it belongs to another model or contract")
+    for name, value in state.items():
+        if value.shape != mine[name].shape or value.dtype != mine[name].dtype:
+            raise ContractError(
+                f"load_qat_state_dict: {name} is {value.dtype} {tuple(value.shape)}, expected {mine[name].dtype} "
+                f"{tuple(mine[name].shape)}"
+            )
+    for _, _, quantizer in quantizers_of(model):
+        if quantizer.frozen is not None:
+            quantizer.frozen = state[_AMAX + quantizer.name].to(quantizer.frozen.device).clone()
+            quantizer.cache.clear()
+    state_of(model).progress.move_to(int(state[_STEP]))
