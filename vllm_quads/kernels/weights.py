@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantization of weights and stacks of weights: Triton on GPUs, the reference elsewhere, the same bits everywhere.
+
+Nothing here waits for the device, so NaN and Inf cannot be refused on the spot: they end up in the amax. Collect the
+amax values of a batch in a `FiniteCheck` and ask it once. All functions write into the outputs that they are given, at
+their addresses, and allocate what they are not given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_quads.nvfp4.errors import FormatError
+from vllm_quads.nvfp4.fingerprint import CODES_PER_WORD, packed_digest
+from vllm_quads.nvfp4.formats import BLOCK_SIZE, E2M1_MAX, check_k, pack_codes
+from vllm_quads.nvfp4.packed import PackedTensor
+from vllm_quads.nvfp4.reference import encode_scale, quantize_blocks, quantize_weight
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_WORDS = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32: torch.int64}
+_BLOCKS = 128
+"""Blocks of 16 weights in a tile."""
+_WARPS = 4
+_PROGRAMS_PER_SM = 16
+_DIGEST_TILE = (16, 128)
+_INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class QuantizedStack(NamedTuple):
+    """Packed weights [..., N, K], as `PackedTensor` holds them."""
+
+    codes: Tensor
+    """uint8 [..., N, K/2], low nibble = even k."""
+    block_scales: Tensor
+    """float8_e4m3fn [..., N, K/16]."""
+    decode_scale: Tensor
+    """float32 [...]: 1/g of each matrix."""
+
+    def packed(self, name: str = "weight") -> PackedTensor:
+        """The same tensors as a `PackedTensor`."""
+        return PackedTensor(*self, name)
+
+
+class FiniteCheck:
+    """Collects amax values and raises for those that are NaN or Inf, with one wait for the device."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._amax: list[Tensor] = []
+
+    def add(self, name: str, amax: Tensor) -> None:
+        """Watch the amax float32 [...] of a weight or stack; the tensor is kept and read at the check."""
+        self._names.append(name)
+        self._amax.append(amax)
+
+    def check(self) -> None:
+        """Raise FormatError naming the first weight, and its matrix, that holds NaN or Inf; then forget all."""
+        names, amaxes, self._names, self._amax = self._names, self._amax, [], []
+        if not amaxes:
+            return
+        finite = torch.stack([torch.isfinite(a).all() for a in amaxes])
+        if bool(finite.all()):
+            return
+        index = int((~finite).nonzero()[0, 0])
+        bad = (~torch.isfinite(amaxes[index].flatten())).nonzero().flatten()
+        where = f", matrix {int(bad[0])} of the stack" if amaxes[index].dim() else ""
+        raise FormatError(
+            f"{names[index]}: holds NaN or Inf{where}, which NVFP4 cannot represent; "
+            f"the model has diverged or the file is damaged"
+        )
+
+
+def weight_amax(weights: Tensor | Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
+    """max |BF16(W)| of each matrix, float32 [...]; NaN or Inf where a matrix holds one (see `FiniteCheck`).
+
+    weights: bfloat16, float16 or float32 [..., N, K], or several that share global scales (gate and up; q, k, v), which
+    agree in all but N. Given `out`, it is overwritten.
+    """
+    weights = [weights] if isinstance(weights, Tensor) else list(weights)
+    lead = weights[0].shape[:-2]
+    for w in weights:
+        _check_weight(w)
+        if w.shape[:-2] != lead:
+            raise FormatError(f"weights that share a scale have shapes {tuple(w.shape)} and {tuple(weights[0].shape)}")
+    if out is None:
+        out = torch.empty(lead, dtype=torch.float32, device=weights[0].device)
+    _check_out(out, lead, torch.float32, "amax")
+    triton = _triton(weights[0])
+    if triton is None:
+        out.copy_(torch.stack([_reference_amax(w) for w in weights]).amax(dim=0))
+        return out
+    out.zero_()
+    for w in weights:
+        w, matrices, shape = _stack(_input(w.detach()))
+        geometry = _Geometry.of(shape, w)
+        _launch(
+            triton.amax_kernel,
+            geometry,
+            matrices,
+            *(_words(w), out.view(torch.int32), out, geometry.blocks, geometry.per_row, *geometry.strides[0], 0),
+            DTYPE=_DTYPES[w.dtype],
+            FLAT=geometry.flat,
+            CHECKSUM=0,
+        )
+    return out
+
+
+def quantize_stack(weight: Tensor, amax: Tensor, *, out: QuantizedStack | None = None) -> QuantizedStack:
+    """Codes, block scales and decode scales of weights [..., N, K]; amax float32 [...] gives the global scales.
+
+    Outputs may be views with any strides but along K (a half of w13, a shard). Same bytes as `PackedTensor.quantize`.
+    """
+    _check_weight(weight)
+    _check_amax(amax, weight)
+    if out is None:
+        out = _empty_packed(weight)
+    _check_packed_out(out, weight)
+    triton = _triton(weight)
+    if triton is None:
+        q = quantize_weight(weight, amax=amax)
+        out.codes.copy_(pack_codes(q.codes()))
+        out.block_scales.view(torch.uint8).copy_(q.scales.view(torch.uint8))
+        out.decode_scale.copy_(q.decode_scale[..., 0, 0])
+        return out
+    _quantize(triton, weight, amax, out, None, None)
+    return out
+
+
+def fake_quantize_stack(
+    weight: Tensor, amax: Tensor, *, out: Tensor | None = None, packed: QuantizedStack | None = None
+) -> Tensor:
+    """Quantized and dequantized weights [..., N, K] in the weight's dtype; as `fake_quantize_weight`.
+
+    packed: if given, the codes and scales are written as well, in the same pass.
+    """
+    _check_weight(weight)
+    _check_amax(amax, weight)
+    if out is None:
+        out = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    _check_out(out, weight.shape, weight.dtype, "output")
+    triton = _triton(weight)
+    if triton is None:
+        out.copy_(quantize_weight(weight, amax=amax).dequantize())
+        if packed is not None:
+            quantize_stack(weight, amax, out=packed)
+        return out
+    _quantize(triton, weight, amax, packed, out, None)
+    return out
+
+
+def dequantize_stack(
+    packed: QuantizedStack, *, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None
+) -> Tensor:
+    """(code * block scale) * decode scale [..., N, K], rounded once to dtype; as `PackedTensor.dequantize`."""
+    shape = (*packed.codes.shape[:-1], 2 * packed.codes.shape[-1])
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=packed.codes.device)
+    _check_out(out, shape, out.dtype, "output")
+    triton = _triton(packed.codes)
+    if triton is None or out.dtype not in _DTYPES:
+        out.copy_(packed.packed().dequantize(out.dtype))
+        return out
+    codes, matrices, logical = _stack(packed.codes)
+    scales, values = _stack(packed.block_scales)[0], _stack(out)[0]
+    geometry = _Geometry.of((logical[0], 2 * logical[1]), codes, scales, values)
+    _launch(
+        triton.dequantize_kernel,
+        geometry,
+        matrices,
+        *(codes, scales.view(torch.uint8), packed.decode_scale.contiguous(), _words(values)),
+        *(geometry.blocks, geometry.per_row, *(s for pair in geometry.strides for s in pair)),
+        DTYPE=_DTYPES[out.dtype],
+        FLAT=geometry.flat,
+    )
+    return out
+
+
+def clamp_gradient(grad: Tensor, weight: Tensor, amax: Tensor) -> Tensor:
+    """grad [..., N, K] times 1 where the quantizer does not saturate, |W| <= 6 * block scale * decode scale, else 0."""
+    _check_weight(weight)
+    _check_amax(amax, weight)
+    triton = _triton(weight)
+    if triton is None or grad.dtype != weight.dtype:
+        return grad * representable(weight, amax)
+    grad, weight = grad.contiguous(), weight.detach().contiguous()
+    out = torch.empty_like(grad)
+    w, matrices, shape = _stack(weight)
+    geometry = _Geometry.of(shape, w)
+    _launch(
+        triton.clamp_gradient_kernel,
+        geometry,
+        matrices,
+        *(_words(grad), _words(w), amax.contiguous(), _words(out), geometry.blocks),
+        DTYPE=_DTYPES[weight.dtype],
+    )
+    return out
+
+
+def representable(weight: Tensor, amax: Tensor) -> Tensor:
+    """bool [..., N, K]: True where the quantizer does not saturate, |W| <= 6 * block scale * decode scale."""
+    w = weight.detach().to(torch.bfloat16)
+    q = quantize_blocks(w, encode_scale(amax)[..., None, None])
+    largest = (E2M1_MAX * q.scales.to(torch.float32)) * q.decode_scale
+    return w.abs().to(torch.float32) <= largest.repeat_interleave(BLOCK_SIZE, dim=-1)
+
+
+def digest_stack(
+    packed: QuantizedStack,
+    *,
+    row_offset: int = 0,
+    k_offset: int = 0,
+    count_global: bool = True,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Digests int64 [...] of packed matrices, as `packed_digest` (same values), in one launch.
+
+    Codes and block scales may be views with any strides but along K. Given `out`, it is overwritten.
+    """
+    lead = packed.codes.shape[:-2]
+    if out is None:
+        out = torch.empty(lead, dtype=torch.int64, device=packed.codes.device)
+    _check_out(out, lead, torch.int64, "digests")
+    triton = _triton(packed.codes)
+    if triton is None:
+        value = packed_digest(packed.packed(), row_offset=row_offset, k_offset=k_offset, count_global=count_global)
+        return out.copy_(value)
+    codes, matrices, (rows, half_k) = _stack(packed.codes)
+    scales = _stack(packed.block_scales)[0]
+    words = codes.view(torch.int32)
+    tile_rows, tile_columns = _DIGEST_TILE
+    tiles = -(-rows // tile_rows) * -(-(half_k // 4) // tile_columns)
+    programs = max(1, min(tiles, _programs(codes.device) // matrices))
+    out.zero_()
+    with _on(codes.device):
+        triton.digest_kernel[(programs, matrices)](
+            *(words, scales.view(torch.uint8), packed.decode_scale.contiguous(), out, rows, half_k // 4),
+            *(words.stride(0), words.stride(1), scales.stride(0), scales.stride(1)),
+            *(row_offset, k_offset // CODES_PER_WORD),
+            GLOBAL=count_global,
+            R=tile_rows,
+            C=tile_columns,
+            num_warps=_WARPS,
+        )
+    return out
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+
+
+class _Geometry(NamedTuple):
+    """How a kernel finds the blocks of a matrix in each of its tensors."""
+
+    blocks: int
+    """Blocks of 16 weights in a matrix."""
+    per_row: int
+    flat: bool
+    """True if rows follow each other without gaps in all tensors."""
+    strides: tuple[tuple[int, int], ...]
+    """(of a matrix, of a row) of each tensor, in machine words or bytes: eight, or one scale, are a block."""
+
+    @staticmethod
+    def of(shape: tuple[int, int], *tensors: Tensor) -> _Geometry:
+        """shape (N, K) and tensors [E, N, ...]: weights, codes (bytes) or block scales."""
+        n, k = shape
+        per_row = k // BLOCK_SIZE
+        strides = []
+        flat = True
+        for t in tensors:
+            units = 2 if t.dtype in _DTYPES else 1  # two weights are a word
+            strides.append((t.stride(0) // units, t.stride(1) // units))
+            flat &= t.stride(1) == t.shape[2] or n == 1
+        if n * per_row * 8 >= 2**31 or any(abs(row) * n >= 2**31 for _, row in strides):
+            raise FormatError(f"a matrix of shape {shape} is too large for the kernels (2^31 words)")
+        return _Geometry(n * per_row, per_row, flat, tuple(strides))
+
+
+def _quantize(
+    triton: ModuleType,
+    weight: Tensor,
+    amax: Tensor,
+    packed: QuantizedStack | None,
+    values: Tensor | None,
+    guard: Tensor | None,
+) -> None:
+    w, matrices, shape = _stack(_input(weight.detach()))
+    v = w if values is None else _stack(values)[0]
+    codes, scales = (v, v) if packed is None else (_stack(packed.codes)[0], _stack(packed.block_scales)[0])
+    decode = amax if packed is None else packed.decode_scale
+    used = [w, *([] if packed is None else [codes, scales]), *([] if values is None else [v])]
+    geometry = _Geometry.of(shape, *used)
+    at = dict(zip(map(id, used), geometry.strides, strict=True))
+    none = (0, 0)
+    _launch(
+        triton.quantize_kernel,
+        geometry,
+        matrices,
+        *(
+            _words(w),
+            amax.contiguous(),
+            _bytes(codes),
+            _bytes(scales),
+            decode,
+            _words(v),
+            amax if guard is None else guard,
+        ),
+        *(geometry.blocks, geometry.per_row, *at[id(w)]),
+        *(at.get(id(codes), none) if packed is not None else none),
+        *(at.get(id(scales), none) if packed is not None else none),
+        *(at[id(v)] if values is not None else none),
+        DTYPE=_DTYPES[weight.dtype],
+        PACK=packed is not None,
+        VALUES=values is not None,
+        FLAT=geometry.flat,
+        GUARDED=guard is not None,
+    )
+
+
+def _launch(kernel: Any, geometry: _Geometry, matrices: int, *args: Any, **options: Any) -> None:
+    device = args[0].device
+    tiles = -(-geometry.blocks // _BLOCKS)
+    programs = max(1, min(tiles, -(-_programs(device) // matrices)))
+    with _on(device):
+        # Without fusion every operation is rounded once, as in the reference.
+        kernel[(programs, matrices)](*args, **options, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False)
+
+
+@functools.cache
+def _programs(device: torch.device) -> int:
+    """Programs that fill the device."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_SM
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+def _triton(tensor: Tensor) -> ModuleType | None:
+    """The kernels, or None where the reference runs."""
+    return _kernels() if tensor.is_cuda or (_INTERPRET and tensor.device.type == "cpu") else None
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    try:
+        from vllm_quads.kernels import weights_triton
+    except ImportError:  # no Triton on this platform; the reference runs on any device
+        return None
+    return weights_triton
+
+
+def _stack(t: Tensor) -> tuple[Tensor, int, tuple[int, int]]:
+    """[..., N, C] as a view [E, N, C], E, and (N, C)."""
+    *lead, n, c = t.shape
+    view = t[None] if not lead else t if len(lead) == 1 else t.view(-1, n, c)
+    return view, view.shape[0], (n, c)
+
+
+def _input(t: Tensor) -> Tensor:
+    """The tensor, or a copy of it that the kernels can read as machine words."""
+    strides = t.stride()
+    fits = strides[-1] == 1 and all(s % 2 == 0 for s in strides[:-1]) and t.storage_offset() % 2 == 0
+    return t if fits and (t.dim() <= 3 or t.is_contiguous()) else t.contiguous()
+
+
+def _words(t: Tensor) -> Tensor:
+    return t.view(_WORDS[t.dtype])
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _reference_amax(weight: Tensor) -> Tensor:
+    return weight.detach().abs().amax(dim=(-2, -1)).to(torch.bfloat16).to(torch.float32)
+
+
+def _check_weight(weight: Tensor) -> None:
+    if weight.dtype not in _DTYPES or weight.dim() < 2:
+        raise FormatError(
+            f"weight is {weight.dtype} {tuple(weight.shape)}, expected bfloat16, float16 or float32 [..., N, K]"
+        )
+    check_k(weight.shape[-1], "weight")
+
+
+def _check_amax(amax: Tensor, weight: Tensor) -> None:
+    if amax.shape != weight.shape[:-2] or amax.dtype != torch.float32:
+        raise FormatError(
+            f"amax is {amax.dtype} {tuple(amax.shape)}, expected float32 {tuple(weight.shape[:-2])} "
+            f"for weights {tuple(weight.shape)}"
+        )
+
+
+def _check_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype, what: str) -> None:
+    if out.shape != torch.Size(shape) or out.dtype != dtype or (out.dim() and out.stride(-1) != 1):
+        raise FormatError(
+            f"{what} is {out.dtype} {tuple(out.shape)}, expected {dtype} {tuple(shape)} without gaps along its last one"
+        )
+
+
+def _check_packed_out(out: QuantizedStack, weight: Tensor) -> None:
+    *lead, n, k = weight.shape
+    _check_out(out.codes, (*lead, n, k // 2), torch.uint8, "codes")
+    _check_out(out.block_scales, (*lead, n, k // BLOCK_SIZE), torch.float8_e4m3fn, "block scales")
+    _check_out(out.decode_scale, lead, torch.float32, "decode scales")
+
+
+def _empty_packed(weight: Tensor) -> QuantizedStack:
+    *lead, n, k = weight.shape
+
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(*lead, *shape, dtype=dtype, device=weight.device)
+
+    return QuantizedStack(
+        empty(n, k // 2, dtype=torch.uint8),
+        empty(n, k // BLOCK_SIZE, dtype=torch.float8_e4m3fn),
+        empty(dtype=torch.float32),
+    )

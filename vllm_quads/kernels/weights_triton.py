@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels over stacks of weight matrices, bit-identical to `vllm_quads.nvfp4.reference`.
+
+Two weights are one machine word (int32 for BF16 and FP16, int64 for FP32), so a block of 16 is a row of eight words, and
+the two nibbles of a code byte come from one word: nothing is interleaved or split. A tile is [BLOCKS, 8] words. The
+grid is (programs, matrices); a program walks over the tiles of its matrix. Nothing needs FP8 or FP4 instructions.
+
+All roundings to E4M3, E2M1 and BF16 are done by hand, in integers or with exact additions: Triton's interpreter, in
+which these kernels are checked on a CPU, rounds those casts differently from hardware. Launch with
+`enable_fp_fusion=False`: every operation is one IEEE rounding.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BF16, FP16, FP32 = 0, 1, 2
+"""Values of the kernels' DTYPE argument."""
+SAMPLE = 16
+"""Every SAMPLE-th tile enters the sampled checksum."""
+
+
+@triton.jit
+def _round_bf16(x):
+    """float32 rounded to BF16, ties to even, kept as float32; NaN stays NaN."""
+    u = x.to(tl.int32, bitcast=True)
+    r = (u + 0x7FFF + ((u >> 16) & 1)) & -65536
+    r = tl.where((u & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, r)
+    return r.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _unpack(words, DTYPE: tl.constexpr):
+    """The even and the odd element of each word, as float32."""
+    if DTYPE == 0:
+        low = (words << 16).to(tl.float32, bitcast=True)
+        high = (words & -65536).to(tl.float32, bitcast=True)
+    elif DTYPE == 1:
+        low = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        low = words.to(tl.int32).to(tl.float32, bitcast=True)
+        high = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def _halves(words, DTYPE: tl.constexpr):
+    """The even and the odd element of each word's BF16 copy, as float32."""
+    low, high = _unpack(words, DTYPE)
+    if DTYPE != 0:
+        low, high = _round_bf16(low), _round_bf16(high)
+    return low, high
+
+
+@triton.jit
+def _word(low, high, DTYPE: tl.constexpr):
+    """Two float32 values rounded to the dtype, in one word."""
+    if DTYPE == 0:
+        a = _round_bf16(low).to(tl.int32, bitcast=True)
+        b = _round_bf16(high).to(tl.int32, bitcast=True)
+        return ((a >> 16) & 0xFFFF) | b
+    elif DTYPE == 1:
+        a = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        b = high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        return (a & 0xFFFF) | (b << 16)
+    else:
+        a = low.to(tl.int32, bitcast=True).to(tl.int64)
+        b = high.to(tl.int32, bitcast=True).to(tl.int64)
+        return (a & 0xFFFFFFFF) | (b << 32)
+
+
+@triton.jit
+def _global_scale(amax):
+    """Encode global scale g = 2688 / amax, at most FLT_MAX, 1 where amax is 0; and 1 / g."""
+    g = tl.div_rn(tl.full(amax.shape, 2688.0, tl.float32), amax)
+    g = tl.where(g > 3.4028234663852886e38, 3.4028234663852886e38, g)
+    g = tl.where(amax == 0, 1.0, g)
+    return g, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), g)
+
+
+@triton.jit
+def _e4m3_byte(x):
+    """E4M3 byte of a non-negative float32: ties to even, saturating at 448; NaN gives 0x7F."""
+    u = x.to(tl.int32, bitcast=True)
+    normal = ((u + 0x7FFFF + ((u >> 20) & 1)) >> 20) - 960
+    # Below 2^-6 the grid has steps of 2^-9: adding 2^14 rounds to one.
+    small = (((x + 16384.0) - 16384.0) * 512.0).to(tl.int32)
+    byte = tl.where(x < 0.015625, small, normal)
+    byte = tl.where(x >= 448.0, 0x7E, byte)
+    return tl.where(x == x, byte, 0x7F)
+
+
+@triton.jit
+def _e4m3_value(byte):
+    """float32 value of a non-negative E4M3 byte (int32). The bits are those of a float32, times 2^-120."""
+    value = (byte << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where(byte == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def _block_scale(m_bits, k, decode):
+    """Scale byte, its value s and the multiplier o = min(1 / (s * decode), FLT_MAX) of blocks with these amax bits."""
+    m = m_bits.to(tl.float32, bitcast=True)
+    sf = m * k
+    byte = tl.where((m_bits < 0x7F800000) & (sf >= 0), _e4m3_byte(sf), 0x7F)
+    s = _e4m3_value(byte)
+    o = tl.div_rn(tl.full(m.shape, 1.0, tl.float32), s * decode)
+    return byte, s, tl.where(o > 3.4028234663852886e38, 3.4028234663852886e38, o)
+
+
+@triton.jit
+def _e2m1(x, o):
+    """|x * o| rounded to E2M1, saturating at 6: its code (0 to 7) and its value.
+
+    Adding and subtracting 1.5 * 2^22, 2^23 or 2^24 rounds to a multiple of 0.5, 1 or 2, the step of the grid around y;
+    the low bits of the sum count the steps.
+    """
+    y = tl.minimum(tl.abs(x * o), 6.0)
+    e = tl.maximum(y, 1.0).to(tl.int32, bitcast=True) & 0x7F800000
+    magic = (e + 0x0B400000).to(tl.float32, bitcast=True)
+    sum = y + magic
+    code = (sum.to(tl.int32, bitcast=True) + (e >> 22) + 2) & 7
+    return code, sum - magic
+
+
+@triton.jit
+def _signed(magnitude, x, sign_mask):
+    """magnitude with the sign of x, where sign_mask lets it through."""
+    sign = x.to(tl.int32, bitcast=True) & sign_mask
+    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _place(block, per_row, row_stride, width: tl.constexpr, FLAT: tl.constexpr):
+    """Offset of the first word (or byte) of each block within its matrix."""
+    if FLAT:
+        return block * width
+    else:
+        row = block // per_row
+        return row * row_stride + (block - row * per_row) * width
+
+
+@triton.jit
+def _tiles(blocks, guard, BLOCKS: tl.constexpr, GUARDED: tl.constexpr):
+    """Number of tiles to walk over; 0 if the guard says that there is nothing to do."""
+    tiles = tl.cdiv(blocks, BLOCKS)
+    if GUARDED:
+        tiles = tl.where(tl.load(guard) != 0, tiles, 0)
+    return tiles
+
+
+@triton.jit
+def amax_kernel(
+    x,
+    out,
+    checksums,
+    blocks,
+    per_row,
+    x_matrix,
+    x_row,
+    salt,
+    DTYPE: tl.constexpr,
+    FLAT: tl.constexpr,
+    CHECKSUM: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """max |BF16(x)| of each matrix as float32 bits, by integer maximum into out (which starts at 0); NaN is largest.
+
+    CHECKSUM: also adds up position-weighted words into checksums[0], and those of every SAMPLE-th tile into
+    checksums[1]. CHECKSUM 2 reads nothing but that sample and leaves out alone.
+    """
+    matrix = tl.program_id(1)
+    x += matrix.to(tl.int64) * x_matrix
+    j = tl.arange(0, 8)[None, :]
+    lane = tl.arange(0, BLOCKS)
+    best = tl.zeros((BLOCKS, 8), tl.int32)
+    total = tl.zeros((), tl.int64)
+    sampled = tl.zeros((), tl.int64)
+    # Odd weights of the words of a tile, and below of the tiles: a changed word always changes the sum.
+    weight = (((lane[:, None] * 8 + j + 1) * 0x2545F491) | 1).to(tl.int64)
+    stride: tl.constexpr = 16 if CHECKSUM == 2 else 1
+    tiles = tl.cdiv(blocks, BLOCKS)
+    for tile in range(tl.program_id(0) * stride, tiles, tl.num_programs(0) * stride):
+        block = tile * BLOCKS + lane
+        offset = _place(block, per_row, x_row, 8, FLAT)
+        words = tl.load(x + offset[:, None] + j, mask=(block < blocks)[:, None], other=0)
+        if CHECKSUM:
+            position = (tile + matrix * 1000003).to(tl.int64) + salt
+            odd = ((position + 1) * 0x1E3779B97F4A7C15) | 1
+            part = tl.sum(tl.sum(words.to(tl.int64) * weight, axis=1), axis=0) * odd
+            total += part
+            if tile % 16 == 0:
+                sampled += part
+        if CHECKSUM != 2:
+            if DTYPE == 2:
+                m = tl.maximum(words.to(tl.int32) & 0x7FFFFFFF, (words >> 32).to(tl.int32) & 0x7FFFFFFF)
+            else:
+                m = tl.maximum(words & 0x7FFF, (words >> 16) & 0x7FFF)
+            best = tl.maximum(best, m)
+    if CHECKSUM != 2:
+        top = tl.max(tl.max(best, axis=1), axis=0)
+        if DTYPE == 0:
+            top = top << 16
+        elif DTYPE == 1:
+            value = top.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            top = _round_bf16(value).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        else:
+            top = _round_bf16(top.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+        tl.atomic_max(out + matrix, top)
+    if CHECKSUM == 1:
+        tl.atomic_add(checksums, total)
+    if CHECKSUM:
+        tl.atomic_add(checksums + 1, sampled)
+
+
+@triton.jit
+def quantize_kernel(
+    x,
+    amax,
+    codes,
+    scales,
+    decode_scale,
+    values,
+    guard,
+    blocks,
+    per_row,
+    x_matrix,
+    x_row,
+    c_matrix,
+    c_row,
+    s_matrix,
+    s_row,
+    v_matrix,
+    v_row,
+    DTYPE: tl.constexpr,
+    PACK: tl.constexpr,
+    VALUES: tl.constexpr,
+    FLAT: tl.constexpr,
+    GUARDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Quantize: codes, block scales and decode scales if PACK, dequantized values in x's dtype if VALUES."""
+    matrix = tl.program_id(1)
+    wide = matrix.to(tl.int64)
+    x += wide * x_matrix
+    codes += wide * c_matrix
+    scales += wide * s_matrix
+    values += wide * v_matrix
+    g, decode = _global_scale(tl.load(amax + matrix))
+    k = g * 0.1666666716337204
+    tiles = _tiles(blocks, guard, BLOCKS, GUARDED)
+    if PACK:
+        tl.store(decode_scale + matrix, decode, mask=(tl.program_id(0) == 0) & (tiles > 0))
+    j = tl.arange(0, 8)[None, :]
+    lane = tl.arange(0, BLOCKS)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        block = tile * BLOCKS + lane
+        valid = block < blocks
+        inside = valid[:, None]
+        words = tl.load(x + _place(block, per_row, x_row, 8, FLAT)[:, None] + j, mask=inside, other=0)
+        low, high = _halves(words, DTYPE)
+        low_bits = low.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        high_bits = high.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        m_bits = tl.max(tl.maximum(low_bits, high_bits), axis=1)
+        byte, s, o = _block_scale(m_bits, k, decode)
+        # A zero block is all +0; elsewhere zeros keep their sign.
+        sign_mask = tl.where(m_bits == 0, 0, -2147483648)[:, None]
+        code_low, q_low = _e2m1(low, o[:, None])
+        code_high, q_high = _e2m1(high, o[:, None])
+        if PACK:
+            sign_low = ((low.to(tl.int32, bitcast=True) & sign_mask) >> 28) & 8
+            sign_high = ((high.to(tl.int32, bitcast=True) & sign_mask) >> 24) & 0x80
+            packed = code_low | sign_low | (code_high << 4) | sign_high
+            at = _place(block, per_row, c_row, 8, FLAT)[:, None] + j
+            tl.store(codes + at, packed.to(tl.uint8), mask=inside)
+            tl.store(scales + _place(block, per_row, s_row, 1, FLAT), byte.to(tl.uint8), mask=valid)
+        if VALUES:
+            low = _signed((q_low * s[:, None]) * decode, low, sign_mask)
+            high = _signed((q_high * s[:, None]) * decode, high, sign_mask)
+            at = _place(block, per_row, v_row, 8, FLAT)[:, None] + j
+            tl.store(values + at, _word(low, high, DTYPE), mask=inside)
+
+
+@triton.jit
+def dequantize_kernel(
+    codes,
+    scales,
+    decode_scale,
+    values,
+    blocks,
+    per_row,
+    c_matrix,
+    c_row,
+    s_matrix,
+    s_row,
+    v_matrix,
+    v_row,
+    DTYPE: tl.constexpr,
+    FLAT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """(code value * block scale) * decode scale in the dtype."""
+    matrix = tl.program_id(1)
+    wide = matrix.to(tl.int64)
+    codes += wide * c_matrix
+    scales += wide * s_matrix
+    values += wide * v_matrix
+    decode = tl.load(decode_scale + matrix)
+    j = tl.arange(0, 8)[None, :]
+    lane = tl.arange(0, BLOCKS)
+    for tile in range(tl.program_id(0), tl.cdiv(blocks, BLOCKS), tl.num_programs(0)):
+        block = tile * BLOCKS + lane
+        valid = block < blocks
+        inside = valid[:, None]
+        byte = tl.load(codes + _place(block, per_row, c_row, 8, FLAT)[:, None] + j, mask=inside, other=0).to(tl.int32)
+        scale = tl.load(scales + _place(block, per_row, s_row, 1, FLAT), mask=valid, other=0).to(tl.int32)
+        # Negative scales exist in foreign files only; their sign counts all the same.
+        s = _signed(_e4m3_value(scale & 0x7F), (scale << 24).to(tl.float32, bitcast=True), -2147483648)[:, None]
+        # The three magnitude bits are the top of a float32's exponent and fraction, times 2^-126.
+        low = (((byte & 7) << 22) | ((byte & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+        high = (((byte & 0x70) << 18) | ((byte & 0x80) << 24)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+        at = _place(block, per_row, v_row, 8, FLAT)[:, None] + j
+        tl.store(values + at, _word((low * s) * decode, (high * s) * decode, DTYPE), mask=inside)
+
+
+@triton.jit
+def clamp_gradient_kernel(
+    grad,
+    x,
+    amax,
+    out,
+    blocks,
+    DTYPE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """grad where |BF16(x)| <= 6 * block scale * decode scale, else grad * 0; contiguous matrices."""
+    matrix = tl.program_id(1)
+    start = matrix.to(tl.int64) * blocks * 8
+    g, decode = _global_scale(tl.load(amax + matrix))
+    k = g * 0.1666666716337204
+    j = tl.arange(0, 8)[None, :]
+    lane = tl.arange(0, BLOCKS)
+    for tile in range(tl.program_id(0), tl.cdiv(blocks, BLOCKS), tl.num_programs(0)):
+        block = tile * BLOCKS + lane
+        inside = (block < blocks)[:, None]
+        at = start + block[:, None] * 8 + j
+        low, high = _halves(tl.load(x + at, mask=inside, other=0), DTYPE)
+        low_bits = low.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        high_bits = high.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        _, s, _ = _block_scale(tl.max(tl.maximum(low_bits, high_bits), axis=1), k, decode)
+        largest = ((s * 6.0) * decode)[:, None]
+        keep_low = low_bits.to(tl.float32, bitcast=True) <= largest
+        keep_high = high_bits.to(tl.float32, bitcast=True) <= largest
+        g_low, g_high = _unpack(tl.load(grad + at, mask=inside, other=0), DTYPE)
+        word = _word(g_low * keep_low.to(tl.float32), g_high * keep_high.to(tl.float32), DTYPE)
+        tl.store(out + at, word, mask=inside)
+
+
+@triton.jit
+def _position_weights(position):
+    """Odd 64-bit weights of `vllm_quads.nvfp4.fingerprint`."""
+    i = (position.to(tl.int64) + 1) * -7046029254386353131
+    return ((i ^ (i >> 27)) * -4658895280553007687) | 1
+
+
+@triton.jit
+def _digest_part(
+    pointer,
+    rows,
+    columns,
+    row_stride,
+    row_offset,
+    column_offset,
+    start,
+    step,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Part of the digest of a matrix of integer words: its tiles start, start + step, ..."""
+    total = tl.zeros((), tl.int64)
+    across = tl.cdiv(columns, C)
+    for tile in range(start, tl.cdiv(rows, R) * across, step):
+        row = (tile // across) * R + tl.arange(0, R)
+        column = (tile % across) * C + tl.arange(0, C)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        word = tl.load(pointer + row[:, None] * row_stride + column[None, :], mask=inside, other=0)
+        x = (word.to(tl.int64) + 0x5BD1E995) * -7046029254386353131
+        x = tl.where(inside, (x ^ (x >> 31)) * _position_weights(column + column_offset)[None, :], 0)
+        total += tl.sum(tl.sum(x, axis=1) * _position_weights(row + row_offset), axis=0)
+    return total
+
+
+@triton.jit
+def digest_kernel(
+    codes,
+    scales,
+    decode_scale,
+    out,
+    rows,
+    columns,
+    c_matrix,
+    c_row,
+    s_matrix,
+    s_row,
+    row_offset,
+    column_offset,
+    GLOBAL: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Adds the digest of each packed matrix to out [matrices] int64: (3 * codes + scales) * 5 + decode scale.
+
+    codes: int32 words of eight, `columns` a row; scales: uint8, half as many a row.
+    """
+    matrix = tl.program_id(1)
+    wide = matrix.to(tl.int64)
+    start = tl.program_id(0)
+    step = tl.num_programs(0)
+    total = 15 * _digest_part(
+        codes + wide * c_matrix, rows, columns, c_row, row_offset, column_offset, start, step, R, C
+    )
+    total += 5 * _digest_part(
+        scales + wide * s_matrix, rows, columns // 2, s_row, row_offset, column_offset // 2, start, step, R, C
+    )
+    if GLOBAL:
+        word = tl.load(decode_scale + matrix).to(tl.int32, bitcast=True).to(tl.int64)
+        x = (word + 0x5BD1E995) * -7046029254386353131
+        weight = _position_weights(tl.zeros((), tl.int32))
+        total += tl.where(start == 0, (x ^ (x >> 31)) * weight * weight, 0)
+    tl.atomic_add(out + matrix, total)
