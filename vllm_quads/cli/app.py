@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from vllm_quads import __version__
+from vllm_quads.cli.bench import app as bench
 from vllm_quads.cli.doctor import doctor
 from vllm_quads.cli.gap import gap
 from vllm_quads.cli.inspect import inspect
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 for command in (quantize, inspect, gap, doctor):
     app.command(epilog=EXIT_CODES)(command)
+app.add_typer(bench)
 
 
 def _version(wanted: bool) -> None:

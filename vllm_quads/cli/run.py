@@ -39,7 +39,7 @@ def reporting(as_json: bool) -> Iterator[None]:
             print_json({"ok": False, "error": {"type": "UsageError", "message": e.message}})
         raise
     except QuadsError as e:
-        _fail(e, FAILED, as_json)
+        _fail(e, getattr(e, "exit_code", FAILED), as_json)
     except ModuleNotFoundError as e:
         advice = _ADVICE.get(e.name or "", "install it")
         _fail(e, ENVIRONMENT, as_json, f"the Python package {e.name!r} is not installed: {advice}")
