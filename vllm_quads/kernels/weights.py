@@ -427,7 +427,7 @@ def _empty_packed(weight: Tensor) -> QuantizedStack:
     *lead, n, k = weight.shape
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(*lead, *shape, dtype=dtype, device=weight.device)
+        return torch.empty((*lead, *shape), dtype=dtype, device=weight.device)
 
     return QuantizedStack(
         empty(n, k // 2, dtype=torch.uint8),

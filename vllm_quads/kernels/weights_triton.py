@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels over stacks of weight matrices, bit-identical to `vllm_quads.nvfp4.reference`.
 
-Two weights are one machine word (int32 for BF16 and FP16, int64 for FP32), so a block of 16 is a row of eight words, and
+Two weights are one machine word (int32 for BF16 and FP16, int64 for FP32): a block of 16 is a row of eight words, and
 the two nibbles of a code byte come from one word: nothing is interleaved or split. A tile is [BLOCKS, 8] words. The
 grid is (programs, matrices); a program walks over the tiles of its matrix. Nothing needs FP8 or FP4 instructions.
 
