@@ -44,6 +44,10 @@ def test_identities(values: list[tuple[float, float]]) -> None:
     assert report.p99_gap == pytest.approx(float(d.abs().quantile(0.99)))
     assert report.max_gap + 1e-12 >= report.mean_gap
     assert report.ppl_ratio == pytest.approx(math.exp(report.k1), rel=1e-9)
+    assert (report.training_log_ppl, report.rollout_log_ppl) == pytest.approx((float(-t.mean()), float(-r.mean())))
+    assert report.log_ppl_diff == pytest.approx(report.k1)
+    assert report.log_ppl_abs_diff == pytest.approx(abs(report.k1))
+    assert report.chi2_seq == pytest.approx(math.exp(2 * float(d.sum())) - 1, rel=1e-6, abs=1e-9)
     w = d.exp()
     assert report.ess == pytest.approx(float(w.mean() ** 2 / (w**2).mean()), rel=1e-9)
     assert report.chi2 == pytest.approx(float((w**2).mean() - 1), rel=1e-9, abs=1e-9)
@@ -56,7 +60,7 @@ def test_identical_policies_have_no_mismatch(values: list[float]) -> None:
     t = torch.tensor([values])
     report = measure(t, t.clone())
     assert (report.mean_gap, report.p99_gap, report.max_gap, report.k1, report.k2, report.k3) == (0,) * 6
-    assert (report.ess, report.chi2, report.ppl_ratio, report.infinite) == (1, 0, 1, 0)
+    assert (report.ess, report.chi2, report.chi2_seq, report.ppl_ratio, report.infinite) == (1, 0, 0, 1, 0)
     for level in mismatch.LEVELS:
         for mode in mismatch.MODES:
             assert bool((importance_weights(t, t, level=level, mode=mode) == 1).all())
@@ -173,6 +177,25 @@ def test_importance_weights_by_level_and_mode() -> None:
     assert weights(upper=1.0, level="sequence", mode="mask") == [[0.6, 0.6, 0.6], [0, 0, 0]]
 
 
+def test_metrics_of_the_weights() -> None:
+    """verl's `rollout_is_*`, worked by hand: statistics of the weights as applied, fractions of the raw ratios."""
+    d = torch.tensor([[math.log(4.0), math.log(0.1), math.log(1.5)], [math.log(0.5), math.log(2.5), 9.0]])
+    zeros, mask = torch.zeros_like(d), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    got = mismatch.weight_metrics(d, zeros, mask, upper=2.0, prefix="a/")
+    w = torch.tensor([2, 0.1, 1.5, 0.5, 2])
+    expected = {"mean": w.mean(), "max": 2, "min": 0.1, "std": w.std(correction=0)}
+    expected |= {
+        "eff_sample_size": w.mean() ** 2 / (w**2).mean(),
+        "ratio_fraction_high": 0.4,
+        "ratio_fraction_low": 0.2,
+    }
+    assert got == pytest.approx({f"a/rollout_is_{k}": float(v) for k, v in expected.items()}, rel=1e-6)
+    got = mismatch.weight_metrics(d, zeros, mask, upper=1.0, lower=0.7, level="sequence", mode="mask")
+    assert got["rollout_is_mean"] == 0.0  # products 0.6 and 1.25, both outside
+    assert (got["rollout_is_ratio_fraction_high"], got["rollout_is_ratio_fraction_low"]) == (0.5, 0.5)
+    assert math.isnan(mismatch.weight_metrics(d, zeros, mask * 0)["rollout_is_max"])
+
+
 def test_bad_arguments_are_named() -> None:
     """Shapes that differ, unknown levels and crossed bounds are errors that say so."""
     a = torch.zeros(2, 3)
@@ -198,3 +221,53 @@ def test_temperature() -> None:
     logits = torch.randn(3, 7)
     expected = torch.log_softmax(logits / 0.7, dim=-1)
     torch.testing.assert_close(mismatch.at_temperature(torch.log_softmax(logits, dim=-1), 0.7), expected)
+
+
+def test_log_probs_of_sampled_tokens() -> None:
+    """selective_log_softmax: float32 log-probs from BF16 logits, at the sampler's temperature, with gradients."""
+    torch.manual_seed(0)
+    logits, ids = (5 * torch.randn(2, 3, 7)).to(torch.bfloat16), torch.randint(0, 7, (2, 3))
+    got = mismatch.selective_log_softmax(logits, ids, 0.7)
+    exact = torch.log_softmax(logits.double() / 0.7, dim=-1).gather(-1, ids[..., None])[..., 0]
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
+    assert torch.equal(mismatch.selective_log_softmax(logits[0], ids[0], 0.7), got[0])
+    assert mismatch.selective_log_softmax(logits[:0], ids[:0]).shape == (0, 3)
+    leaf = logits.float().requires_grad_()
+    mismatch.selective_log_softmax(leaf, ids).sum().backward()
+    assert float(leaf.grad.sum()) == pytest.approx(0.0, abs=1e-4)
+    with pytest.raises(QuadsError, match="do not fit"):
+        mismatch.selective_log_softmax(logits, ids[:1])
+    with pytest.raises(QuadsError, match="temperature is 0"):
+        mismatch.selective_log_softmax(logits, ids, 0.0)
+
+
+def test_formulas_of_verl_on_a_padded_batch() -> None:
+    """Every metric equals verl's expression (masked sums over a padded batch), written out from its source."""
+    torch.manual_seed(1)
+    old, rollout = (-3 * torch.rand(5, 9, dtype=torch.float64) for _ in range(2))
+    mask = (torch.arange(9) < torch.tensor([[9], [1], [4], [7], [2]])).double()
+
+    def mean(x: Tensor, axis: int | None = None) -> Tensor:
+        return (x * mask).sum(axis) / mask.sum(axis)
+
+    ratio = old - rollout
+    difference = mean(rollout, -1) - mean(old, -1)
+    expected = {
+        "kl": mean(rollout - old),
+        "k3_kl": mean(ratio.exp() - ratio - 1),
+        "training_ppl": mean(-old, -1).exp().mean(),
+        "rollout_ppl": mean(-rollout, -1).exp().mean(),
+        "training_log_ppl": mean(-old, -1).mean(),
+        "rollout_log_ppl": mean(-rollout, -1).mean(),
+        "log_ppl_diff": difference.mean(),
+        "log_ppl_abs_diff": difference.abs().mean(),
+        "ppl_ratio": difference.exp().mean(),
+        "chi2_token": mean((2 * ratio).exp()) - 1,
+        "chi2_seq": (2 * (ratio * mask).sum(-1)).exp().mean() - 1,
+        "sampling_logp_difference/mean": mean(ratio.abs()),
+        "sampling_logp_difference/max": (ratio.abs() * mask).max(),
+    }
+    got = measure(old, rollout, mask).to_dict("")
+    for key, value in expected.items():
+        assert got[key] == pytest.approx(float(value), rel=1e-9), key

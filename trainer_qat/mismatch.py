@@ -5,18 +5,22 @@
 sampled: [B, T], or [T] for one sequence. `mask` (same shape, bool or 0/1) is true for tokens that count; what lies
 under a false mask may be anything, NaN included. Everything is computed in float64: BF16 is not rounded again.
 
-Names and formulas are those of verl (`rollout_corr/*`: `kl`, `k3_kl`, `ppl_ratio`, `eff_sample_size`, `chi2_token`)
-and TRL (`sampling_logp_difference/{mean,max}`, `vllm_importance_sampling_mode`). With d = trainer - rollout and tokens
-drawn from the rollout, the estimators of KL(rollout || trainer) are (Schulman, "Approximating KL Divergence", 2020)
+Names and formulas are those of verl 0.8 (`verl/trainer/ppo/rollout_corr_helper.py`, keys `rollout_corr/*`: `kl`,
+`k3_kl`, `training_ppl`, `log_ppl_diff`, `ppl_ratio`, `chi2_token`, `chi2_seq`, `rollout_is_*`) and of TRL 1.16
+(`trl/trainer/grpo_trainer.py`: `sampling/sampling_logp_difference/{mean,max}`, `sampling/importance_sampling_ratio/*`,
+`vllm_importance_sampling_mode`). Two differences: verl clamps log-ratios to +-20 before it exponentiates, here nothing
+is clamped; and rows without tokens are left out of means over sequences. With d = trainer - rollout and tokens drawn
+from the rollout, the estimators of KL(rollout || trainer) are (Schulman, "Approximating KL Divergence", 2020)
 
     k1 = mean(-d)        k2 = mean(d^2 / 2)        k3 = mean(e^d - 1 - d)
 
 Temperature: an importance ratio compares the distributions that were sampled from. At a temperature other than 1 (or
 with top-p, top-k) take vLLM's `logprobs_mode="processed_logprobs"` and scale the trainer's logits by the same
-temperature (`at_temperature`); vLLM's default, raw log-probs, ignores it. Never mix the two.
+temperature (`selective_log_softmax`, `at_temperature`); vLLM's default, raw log-probs, ignores it. Never mix the two.
 
 Infinities: a token that one policy gives probability 0 has an infinite gap, and the means say so (inf, never NaN);
-where both policies give probability 0 they agree. NaN stays NaN.
+where both policies give probability 0 they agree. NaN stays NaN: mask tokens that the engine could not score
+(`mask & ~rollout.isnan()`, as TRL does).
 """
 
 from __future__ import annotations
@@ -57,9 +61,18 @@ class MismatchReport:
     """Effective sample size of the token weights w = e^d, as a share: mean(w)^2 / mean(w^2), in (0, 1]."""
     chi2: float
     """mean(w^2) - 1."""
+    chi2_seq: float
+    """The same of sequence weights e^(sum of d), averaged over sequences."""
     training_ppl: float
     """Perplexity of each sequence under the trainer, averaged over sequences."""
     rollout_ppl: float
+    training_log_ppl: float
+    """Log-perplexity (mean negative log-prob) of each sequence under the trainer, averaged over sequences."""
+    rollout_log_ppl: float
+    log_ppl_diff: float
+    """training - rollout log-perplexity of each sequence, averaged over sequences; signed."""
+    log_ppl_abs_diff: float
+    """The same of its magnitude."""
     ppl_ratio: float
     """training / rollout perplexity of each sequence, averaged over sequences."""
     infinite: int
@@ -97,6 +110,7 @@ def measure(trainer: Tensor, rollout: Tensor, mask: Tensor | None = None) -> Mis
     d = log_ratio(t, r, m)[m]
     gap = d.abs()
     seq_t, seq_r = _sequence_means(t, m), _sequence_means(r, m)
+    difference = _difference(seq_r, seq_t)
     empty = d.numel() == 0
     return MismatchReport(
         tokens=d.numel(),
@@ -109,9 +123,14 @@ def measure(trainer: Tensor, rollout: Tensor, mask: Tensor | None = None) -> Mis
         k3=float(_k3(d).mean()),
         ess=float(effective_sample_size(d)),
         chi2=float((2 * d).exp().mean() - 1),
+        chi2_seq=float((2 * _sequence_sums(log_ratio(t, r, m), m)).exp().mean() - 1),
         training_ppl=float((-seq_t).exp().mean()),
         rollout_ppl=float((-seq_r).exp().mean()),
-        ppl_ratio=float(_difference(seq_r, seq_t).exp().mean()),
+        training_log_ppl=float((-seq_t).mean()),
+        rollout_log_ppl=float((-seq_r).mean()),
+        log_ppl_diff=float(difference.mean()),
+        log_ppl_abs_diff=float(difference.abs().mean()),
+        ppl_ratio=float(difference.exp().mean()),
         infinite=int(torch.isinf(d).sum()),
     )
 
@@ -201,10 +220,70 @@ def importance_weights(
     return torch.where(m, w, 0.0).to(torch.float32)
 
 
+def weight_metrics(
+    trainer: Tensor,
+    rollout: Tensor,
+    mask: Tensor | None = None,
+    *,
+    level: str = "token",
+    mode: str = "truncate",
+    upper: float = 2.0,
+    lower: float | None = None,
+    prefix: str = "",
+) -> dict[str, float]:
+    """What the weights of `importance_weights` (same arguments) do to a batch, under verl's names.
+
+    `rollout_is_mean`, `_max`, `_min`, `_std` and `_eff_sample_size` are those of the weights as applied, over tokens.
+    `rollout_is_ratio_fraction_high` and `_low` are the shares of the raw ratios, of tokens or sequences, above `upper`
+    and below `lower` (1 / upper if None, as in verl). NaN without tokens.
+    """
+    t, r, m = _checked(trainer, rollout, mask)
+    w = importance_weights(t, r, m, level=level, mode=mode, upper=upper, lower=lower)[m].to(torch.float64)
+    d = log_ratio(t, r, m)
+    ratio = _sequence_sums(d, m) if level == "sequence" else d[m]
+    low = 1.0 / upper if lower is None else lower
+    empty = w.numel() == 0
+    values = {
+        "mean": float(w.mean()),
+        "max": math.nan if empty else float(w.max()),
+        "min": math.nan if empty else float(w.min()),
+        "std": float(w.std(correction=0)),
+        "eff_sample_size": float(effective_sample_size(w.log())),
+        "ratio_fraction_high": float((ratio.exp() > upper).to(torch.float64).mean()),
+        "ratio_fraction_low": float((ratio.exp() < low).to(torch.float64).mean()),
+    }
+    return {f"{prefix}rollout_is_{key}": value for key, value in values.items()}
+
+
+def selective_log_softmax(logits: Tensor, token_ids: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probs float32 [B, T] of tokens [B, T] under logits [B, T, V] of any float dtype, at a temperature.
+
+    Computed in float32 one sequence at a time, so BF16 logits are not rounded again and no [B, T, V] copy is made.
+    Differentiable. Raises QuadsError if the shapes do not fit or the temperature is not positive.
+    """
+    _check_temperature("selective_log_softmax", temperature)
+    if logits.shape[:-1] != token_ids.shape:
+        raise QuadsError(
+            f"selective_log_softmax: logits {tuple(logits.shape)} and tokens {tuple(token_ids.shape)} do not fit, "
+            f"expected [..., V] and [...]"
+        )
+    rows = (
+        [
+            torch.log_softmax(row.to(torch.float32) / temperature, dim=-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+            for row, ids in zip(logits.flatten(0, -3), token_ids.flatten(0, -2), strict=True)
+        ]
+        if logits.dim() > 2
+        else []
+    )
+    if not rows:
+        scaled = torch.log_softmax(logits.to(torch.float32) / temperature, dim=-1)
+        return scaled.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+    return torch.stack(rows).view(token_ids.shape)
+
+
 def at_temperature(log_probs: Tensor, temperature: float) -> Tensor:
     """Full distributions [..., V] of log-probs at temperature 1, brought to another one: float32 log-softmax."""
-    if not temperature > 0:
-        raise QuadsError(f"at_temperature: temperature is {temperature}, expected a positive number")
+    _check_temperature("at_temperature", temperature)
     return torch.log_softmax(log_probs.to(torch.float32) / temperature, dim=-1)
 
 
@@ -224,6 +303,11 @@ def _checked(trainer: Tensor, rollout: Tensor, mask: Tensor | None) -> tuple[Ten
     return trainer.detach().to(torch.float64), rollout.detach().to(torch.float64), m.to(trainer.device)
 
 
+def _check_temperature(where: str, temperature: float) -> None:
+    if not 0 < temperature < math.inf:
+        raise QuadsError(f"{where}: temperature is {temperature}, expected a positive number")
+
+
 def _difference(a: Tensor, b: Tensor) -> Tensor:
     """a - b, and 0 where both are the same infinity."""
     return torch.where(a == b, 0.0, a - b)
@@ -238,12 +322,16 @@ def _masked_mean(x: Tensor, mask: Tensor | None) -> Tensor:
     return x.mean() if mask is None else x[mask.bool().to(x.device)].mean()
 
 
+def _sequence_sums(x: Tensor, m: Tensor) -> Tensor:
+    """Sum over the tokens of each sequence that has any, [sequences]."""
+    rows, masks = (t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (x, m))
+    return torch.where(masks, rows, 0.0).sum(dim=-1)[masks.any(dim=-1)]
+
+
 def _sequence_means(x: Tensor, m: Tensor) -> Tensor:
     """Mean over the tokens of each sequence that has any, [sequences]."""
-    rows, masks = (t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (x, m))
-    count = masks.sum(dim=-1)
-    total = torch.where(masks, rows, 0.0).sum(dim=-1)
-    return total[count > 0] / count[count > 0]
+    count = m.sum(dim=-1).flatten()
+    return _sequence_sums(x, m) / count[count > 0]
 
 
 def _quantile(x: Tensor, q: float) -> float:
