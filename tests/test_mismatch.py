@@ -179,10 +179,10 @@ def test_importance_weights_by_level_and_mode() -> None:
 
 def test_metrics_of_the_weights() -> None:
     """verl's `rollout_is_*`, worked by hand: statistics of the weights as applied, fractions of the raw ratios."""
-    d = torch.tensor([[math.log(4.0), math.log(0.1), math.log(1.5)], [math.log(0.5), math.log(2.5), 9.0]])
+    d = torch.tensor([[math.log(4.0), math.log(0.1), math.log(1.5)], [math.log(0.6), math.log(2.5), 9.0]])
     zeros, mask = torch.zeros_like(d), torch.tensor([[1, 1, 1], [1, 1, 0]])
     got = mismatch.weight_metrics(d, zeros, mask, upper=2.0, prefix="a/")
-    w = torch.tensor([2, 0.1, 1.5, 0.5, 2])
+    w = torch.tensor([2, 0.1, 1.5, 0.6, 2])
     expected = {"mean": w.mean(), "max": 2, "min": 0.1, "std": w.std(correction=0)}
     expected |= {
         "eff_sample_size": w.mean() ** 2 / (w**2).mean(),
@@ -191,7 +191,7 @@ def test_metrics_of_the_weights() -> None:
     }
     assert got == pytest.approx({f"a/rollout_is_{k}": float(v) for k, v in expected.items()}, rel=1e-6)
     got = mismatch.weight_metrics(d, zeros, mask, upper=1.0, lower=0.7, level="sequence", mode="mask")
-    assert got["rollout_is_mean"] == 0.0  # products 0.6 and 1.25, both outside
+    assert got["rollout_is_mean"] == 0.0  # products 0.6 and 1.5, both outside
     assert (got["rollout_is_ratio_fraction_high"], got["rollout_is_ratio_fraction_low"]) == (0.5, 0.5)
     assert math.isnan(mismatch.weight_metrics(d, zeros, mask * 0)["rollout_is_max"])
 
