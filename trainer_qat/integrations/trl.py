@@ -6,8 +6,8 @@
     trainer = GRPOTrainer(model, reward_funcs, args=GRPOConfig(use_vllm=True, vllm_mode="colocate"), train_dataset=data)
     trainer.train()
 
-The policy is fake-quantized, the engine serves it in NVFP4, every sync of weights goes through `RolloutSync` (validated,
-atomic, fingerprints compared), and each log line carries the mismatch of trainer and rollout under `quads/`.
+The policy is fake-quantized, the engine serves it in NVFP4, every sync of weights goes through `RolloutSync`
+(validated, atomic, fingerprints compared), and each log line has the mismatch of trainer and rollout under `quads/`.
 
 Written against TRL 1.16: `VLLMGeneration.sync_weights` is what the trainer calls before it generates with new weights;
 `VLLMGeneration._init_vllm` starts the engine; `old_per_token_logps` and `sampling_per_token_logps` of a batch are the
@@ -29,24 +29,41 @@ from trl.trainer.utils import ensure_master_addr_port
 
 from trainer_qat.integrations.gap import GapRecorder, loggable
 from trainer_qat.prepare import QatReport, is_prepared, prepare_qat, state_of
+from trainer_qat.sensitivity import sensitivities
 from trainer_qat.sync import RolloutSync
 from vllm_quads.nvfp4 import Contract, ContractError, MismatchError, first_difference
 from vllm_quads.refit import RefitReport, as_engine
 
 PREFIX = "quads/"
+SAMPLES = 8
+"""Sequences that sensitivities are computed on: one forward and one backward pass per push."""
 
 
-class QuadsGeneration(vllm_generation.VLLMGeneration):  # type: ignore[misc]
+class QuadsGeneration(vllm_generation.VLLMGeneration):
     """TRL's generation backend with a QUADS engine, whose weights come through `RolloutSync`."""
 
-    def __init__(self, *args: Any, engine_options: Mapping[str, Any], **kwargs: Any) -> None:
-        """As TRL's; `engine_options` are given to vLLM's `LLM` (colocated engines only) and win over TRL's."""
+    def __init__(
+        self, *args: Any, engine_options: Mapping[str, Any], refresh_compensation: bool = False, **kwargs: Any
+    ) -> None:
+        """As TRL's; see `QuadsMixin` for the rest."""
         self.engine_options = dict(engine_options)
+        self._refresh = refresh_compensation
+        self._sampled: tuple[list[list[int]], list[list[int]]] | None = None
         self.report: RefitReport | None = None
         """What the last sync did."""
         self._pushed = False
         super().__init__(*args, **kwargs)
         self.sync = self._make_sync()
+        if self._refresh and self.sync.engine is not None:
+            self.sync.engine.collect_statistics()  # type: ignore[attr-defined]
+
+    def generate(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """TRL's; notes a few samples, on which sensitivities are computed at the next push."""
+        output: tuple[Any, ...] = super().generate(*args, **kwargs)
+        if self._refresh:
+            pairs = [(list(p), list(c)) for p, c in zip(output[0], output[1], strict=False) if c][:SAMPLES]
+            self._sampled = ([p for p, _ in pairs], [c for _, c in pairs]) if pairs else None
+        return output
 
     def sync_weights(self) -> None:
         """Push the policy. Raises RefitError or MismatchError; the previous weights then keep serving."""
@@ -57,8 +74,15 @@ class QuadsGeneration(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         if not self._pushed:  # between the construction of the trainer and now, accelerate may have sharded the model
             self.sync, self._pushed = self._make_sync(), True
         if self.sync.engine is not None or self.sync.payload.sharded:
-            self.report = self.sync.push()
+            self.report = self.sync.push(sensitivities=self._sensitivities())
         self._require_one_policy()
+
+    def _sensitivities(self) -> dict[str, float] | None:
+        """Of the policy that is pushed, on what the previous one sampled; None before the first rollout."""
+        if self._sampled is None:
+            return None
+        with self.accelerator.autocast():
+            return sensitivities(self.accelerator.unwrap_model(self.model), *self._sampled)
 
     def _make_sync(self) -> RolloutSync:
         engine = None
@@ -104,7 +128,7 @@ class QuadsGeneration(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         os.environ["WORLD_SIZE"] = str(self.accelerator.num_processes)
         ensure_master_addr_port()
         options: dict[str, Any] = {
-            "model": self.model.name_or_path,
+            "model": _model_path(self.model, self.engine_options),
             "quantization": "quads",
             "additional_config": {"quads": state_of(self.model).contract.to_dict()},
             "max_model_len": self.max_model_length,
@@ -133,6 +157,7 @@ class QuadsMixin:
         contract: Contract | None = None,
         qat_options: Mapping[str, Any] | None = None,
         engine_options: Mapping[str, Any] | None = None,
+        refresh_compensation: bool = False,
         **kwargs: Any,
     ) -> None:
         """As the trainer's, and:
@@ -140,7 +165,11 @@ class QuadsMixin:
         Args:
             contract: what is quantized; None takes that of a prepared model, or else the default (all routed experts).
             qat_options: further arguments of `prepare_qat`, such as {"cache": "packed"}.
-            engine_options: further arguments of vLLM's `LLM`, such as {"enforce_eager": True}; colocated engines only.
+            engine_options: further arguments of vLLM's `LLM`, such as {"enforce_eager": True}; they win over TRL's.
+                Colocated engines only.
+            refresh_compensation: let the engine gather error statistics while it generates, and choose its channel
+                sets anew at each push, by them and by sensitivities on some of the last samples. A colocated engine
+                that captures no CUDA graphs ({"enforce_eager": True}), and a model that is not sharded.
 
         Raises:
             ContractError: `use_vllm` is off, the model cannot be trained with fake quantization, or it is sharded in a
@@ -155,6 +184,8 @@ class QuadsMixin:
                 f"vllm_tensor_parallel_size: is {config.vllm_tensor_parallel_size}; a colocated engine is refitted in "
                 f'this process, so use 1, or vllm_mode="server" for a model that needs several GPUs'
             )
+        if refresh_compensation and config.vllm_mode != "colocate":
+            raise ContractError("refresh_compensation: a server's statistics cannot be reached from here; leave it off")
         config.use_vllm = False  # TRL would start an engine without QUADS; ours follows below
         try:
             super().__init__(*args, **kwargs)
@@ -162,8 +193,10 @@ class QuadsMixin:
             config.use_vllm = True
         self.use_vllm = True
         _check_sharding(self)
+        if refresh_compensation and self.is_fsdp_enabled:  # type: ignore[attr-defined]
+            raise ContractError("refresh_compensation: sensitivities need an unsharded model; leave it off under FSDP2")
         self.qat_report = _prepare(self.model, contract, dict(qat_options or {}))  # type: ignore[attr-defined]
-        self.vllm_generation = _generation(self, config, dict(engine_options or {}))
+        self.vllm_generation = _generation(self, config, dict(engine_options or {}), refresh_compensation)
         self._last_loaded_step = -1
         self._gap = GapRecorder()
 
@@ -194,7 +227,7 @@ class QuadsMixin:
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
-class QuadsGRPOTrainer(QuadsMixin, GRPOTrainer):  # type: ignore[misc]
+class QuadsGRPOTrainer(QuadsMixin, GRPOTrainer):
     """`GRPOTrainer` with a QUADS rollout; see `QuadsMixin` for the arguments that it adds."""
 
 
@@ -219,7 +252,7 @@ def _check_sharding(trainer: Any) -> None:
         raise ContractError("DeepSpeed's partitioned and master weights are not seen by QUADS: use FSDP2 or DDP")
 
 
-def _generation(trainer: Any, config: Any, engine_options: dict[str, Any]) -> QuadsGeneration:
+def _generation(trainer: Any, config: Any, engine_options: dict[str, Any], refresh: bool) -> QuadsGeneration:
     """The backend that TRL's constructor would have made, with our class."""
     return QuadsGeneration(
         model=trainer.model,
@@ -246,7 +279,19 @@ def _generation(trainer: Any, config: Any, engine_options: dict[str, Any]) -> Qu
         logprobs=0,
         generation_kwargs=config.generation_kwargs,
         engine_options=engine_options,
+        refresh_compensation=refresh,
     )
+
+
+def _model_path(model: Any, engine_options: Mapping[str, Any]) -> str:
+    """The checkpoint that the engine starts from."""
+    path = engine_options.get("model") or model.name_or_path
+    if not path:
+        raise ContractError(
+            "the model was not loaded from a checkpoint, so the engine has none to start from; pass one of its shape "
+            'with engine_options={"model": path}'
+        )
+    return str(path)
 
 
 def _all_ranks(trainer: Any, x: Tensor) -> Tensor:

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's GRPOTrainer with a QUADS rollout: a real run on CPU, in which both sides hold the same policy at every step."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import stop_engine
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+pytest.importorskip("trl", reason="trl is not installed")
+
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from trainer_qat import prepare_qat
+from trainer_qat.integrations import trl as integration
+from trainer_qat.integrations.trl import QuadsGRPOTrainer
+from vllm_quads.nvfp4 import Contract, ContractError, MismatchError
+from vllm_quads.refit import as_engine
+
+STEPS = 5
+PROMPTS = ["hello world", "abc", "the sky", "12345"]
+ENGINE = {"enforce_eager": True, "num_gpu_blocks_override": 64, "max_num_batched_tokens": 256}
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """Different characters in a completion."""
+    return [float(len(set(c))) for c in completions]
+
+
+def config(directory: Path, **options: Any) -> GRPOConfig:
+    """Four samples a step, logged at each step, an update large enough to change the weights' codes."""
+    defaults: dict[str, Any] = {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_max_model_length": 64,
+        "max_completion_length": 8,
+        "num_generations": 4,
+        "per_device_train_batch_size": 4,
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "model_init_kwargs": {"dtype": "bfloat16"},
+        "dataloader_pin_memory": False,
+        "disable_tqdm": True,
+    }
+    return GRPOConfig(output_dir=str(directory), **(defaults | options))
+
+
+@pytest.fixture(scope="module")
+def policy(make_tiny: Callable[..., Path]) -> Path:
+    """The tiny Qwen3-MoE with a tokenizer of one token per character."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    path = make_tiny("qwen3_moe", seed=3)
+    vocabulary = {chr(i) if 32 <= i < 127 else f"<{i}>": i for i in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<255>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<0>", pad_token="<1>").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def make_trainer(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """make_trainer(**options of the trainer) with its engine, which is stopped in the end."""
+    made: list[Any] = []
+    environment = dict(os.environ)  # a colocated engine is told of ranks by RANK, WORLD_SIZE, ...
+
+    def make(model: Any = None, args: GRPOConfig | None = None, **options: Any) -> Any:
+        args = config(tmp_path_factory.mktemp("out")) if args is None else args
+        data = Dataset.from_dict({"prompt": PROMPTS * 4})
+        made.append(
+            QuadsGRPOTrainer(
+                str(policy) if model is None else model,
+                reward,
+                args=args,
+                train_dataset=data,
+                **({"engine_options": ENGINE} | options),
+            )
+        )
+        return made[-1]
+
+    yield make
+    while made:
+        stop_engine(made.pop().vllm_generation.llm)
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+
+
+class Watch(TrainerCallback):  # type: ignore[misc]
+    """Fingerprints of both sides when a step has its gradients and its weights are still those of the rollout."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.seen: list[tuple[str, str, int]] = []
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Called by Trainer before the optimizer steps."""
+        generation = self.trainer.vllm_generation
+        engine = as_engine(generation.llm)
+        self.seen.append((generation.sync.payload.fingerprint(), engine.fingerprint(), engine.policy_version()))
+
+
+@pytest.fixture(scope="module")
+def run(make_trainer: Callable[..., Any]) -> SimpleNamespace:
+    """Five steps of GRPO."""
+    trainer = make_trainer()
+    watch = Watch(trainer)
+    trainer.add_callback(watch)
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    return SimpleNamespace(trainer=trainer, seen=watch.seen, lines=lines)
+
+
+def test_both_sides_hold_one_policy_at_every_step(run: SimpleNamespace) -> None:
+    """Trainer and engine have one fingerprint at each of five steps, another one each time, and versions count on."""
+    assert len(run.seen) == STEPS == len({mine for mine, _, _ in run.seen})
+    assert all(mine == theirs for mine, theirs, _ in run.seen)
+    assert [version for _, _, version in run.seen] == list(range(1, STEPS + 1))
+    assert len(run.trainer.qat_report.quantized) == 2 * 4 * 3
+
+
+def test_every_log_line_has_the_gap(run: SimpleNamespace) -> None:
+    """Finite mismatch metrics at every step, in TRL's own log, equal to TRL's where it measures the same."""
+    assert len(run.lines) == STEPS
+    assert len({line["loss"] for line in run.lines}) == STEPS
+    for step, line in enumerate(run.lines):
+        ours = {k: v for k, v in line.items() if k.startswith("quads/")}
+        assert {"quads/kl", "quads/k3_kl", "quads/eff_sample_size", "quads/push/seconds"} <= ours.keys()
+        assert all(math.isfinite(v) for v in ours.values())
+        assert ours["quads/policy_version"] == step + 1
+        assert ours["quads/tokens"] == 4 * line["completions/mean_length"]
+        assert 0 < ours["quads/sampling_logp_difference/mean"] < 0.5
+        for key in ("mean", "max"):
+            theirs = line[f"sampling/sampling_logp_difference/{key}"]
+            assert ours[f"quads/sampling_logp_difference/{key}"] == pytest.approx(theirs, rel=1e-4)
+
+
+def test_the_policy_is_saved_as_the_plain_model(run: SimpleNamespace, tmp_path: Path) -> None:
+    """What the trainer saves loads without QUADS and holds the trained weights."""
+    run.trainer.save_model(str(tmp_path / "saved"))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="bfloat16")
+    trained = run.trainer.model.state_dict()
+    assert plain.state_dict().keys() == trained.keys()
+    assert all(bool((tensor == trained[name]).all()) for name, tensor in plain.state_dict().items())
+    assert "quads" not in (tmp_path / "saved" / "config.json").read_text()
+
+
+def test_compensation_follows_the_policy(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    """With refresh_compensation, channel sets are chosen by statistics and sensitivities of the rollouts."""
+    trainer = make_trainer(args=config(tmp_path, max_steps=2), refresh_compensation=True)
+    trainer.train()
+    state = as_engine(trainer.vllm_generation.llm).compensation()  # type: ignore[attr-defined]
+    assert state.sensitivities
+    assert state.sensitivities.keys() == state.sites.keys()
+    assert any(bool(site.blocks.any()) for site in state.sites.values())
+
+
+def test_a_prepared_model_keeps_its_contract(policy: Path, tmp_path: Path) -> None:
+    """A model that was prepared by the user is taken as it is; another contract beside it is refused by name."""
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype="bfloat16")
+    prepare_qat(model, Contract(keep_last_layers=1))
+    assert integration._prepare(model, None, {}) is None
+    with pytest.raises(ContractError, match="keep_last_layers: 1 != 0"):
+        integration._prepare(model, Contract(), {})
+    with pytest.raises(ContractError, match="prepared already.*cache"):
+        integration._prepare(model, None, {"cache": "packed"})
+
+
+def test_what_cannot_work_is_refused_at_construction(policy: Path, tmp_path: Path) -> None:
+    """No vLLM, a colocated engine over several ranks, shards that hide weights, a model that came from no path."""
+    data = Dataset.from_dict({"prompt": PROMPTS})
+
+    def construct(model: Any = str(policy), **options: Any) -> None:
+        args = config(tmp_path, **options)
+        try:
+            QuadsGRPOTrainer(model, reward, args=args, train_dataset=data)
+        finally:
+            assert args.use_vllm == options.get("use_vllm", True)
+
+    with pytest.raises(ContractError, match="use_vllm: is off"):
+        construct(use_vllm=False)
+    with pytest.raises(ContractError, match="vllm_tensor_parallel_size: is 2"):
+        construct(vllm_tensor_parallel_size=2)
+    fsdp1 = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1))
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(state=fsdp1), is_fsdp_enabled=True)
+    with pytest.raises(ContractError, match="fsdp_version: 2"):
+        integration._check_sharding(trainer)
+    nameless = AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(policy).config)
+    nameless.config._name_or_path = nameless.name_or_path = ""
+    generation = SimpleNamespace(model=nameless, engine_options={})
+    with pytest.raises(ContractError, match="engine_options"):
+        integration._model_path(generation.model, generation.engine_options)
+
+
+def test_ranks_with_different_policies_are_found(run: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under DDP each rank pushes its own copy: fingerprints that differ stop the run, naming them."""
+    generation = run.trainer.vllm_generation
+    generation._require_one_policy()
+    monkeypatch.setattr(integration, "gather_object", lambda mine: [*mine, "0" * 16, None])
+    with pytest.raises(
+        MismatchError, match=f"0000.*{generation.report.fingerprint}|{generation.report.fingerprint}.*0000"
+    ):
+        generation._require_one_policy()
+
+
+def test_the_mixin_goes_in_front_of_other_grpo_trainers() -> None:
+    """The mixin comes first, so that its `compute_loss` and `log` see what a subclass of GRPOTrainer does."""
+
+    class Mine(GRPOTrainer):  # type: ignore[misc]
+        pass
+
+    class Trainer(integration.QuadsMixin, Mine):
+        pass
+
+    assert Trainer.log is integration.QuadsMixin.log
+    assert Trainer.__mro__.index(integration.QuadsMixin) < Trainer.__mro__.index(Mine)
