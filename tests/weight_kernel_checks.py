@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm_quads.kernels import weights as kernels
+from vllm_quads.kernels.kept import KeptQuantization
 from vllm_quads.nvfp4 import PackedTensor, fake_quantize_weight, packed_digest
 from vllm_quads.nvfp4.errors import FormatError
 
@@ -195,10 +196,63 @@ def every_code(device: str) -> None:
         same(value.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0), "values")
 
 
+def kept(device: str) -> None:
+    """A kept quantization follows every change of its weight and of those that share the scale, and only changes."""
+    if not KeptQuantization.available(torch.empty(0, device=device)):
+        return  # the trainer keeps it another way where the kernels do not run
+    for dtype, dense in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)):
+        w, sibling = random_stack(8, 3, 8, 256).to(dtype), random_stack(9, 3, 4, 256).to(dtype)
+        sources = [w.to(device), sibling.to(device)]
+        kept = KeptQuantization(sources[0], dense=dense)
+
+        def verify(kept: KeptQuantization, sources: list[Tensor], stale: int | None) -> None:
+            amax = torch.stack([kernels._reference_amax(s.cpu()) for s in sources]).amax(dim=0)
+            same(kept.amax, amax, "amax")
+            if kept.values is not None:
+                same(kept.values, fake_quantize_weight(sources[0].cpu(), amax=amax), "values")
+            if kept.packed is not None:
+                expected = PackedTensor.quantize(sources[0].cpu(), amax=amax)
+                for a, b in zip(
+                    kept.packed, (expected.codes, expected.block_scales, expected.decode_scale), strict=True
+                ):
+                    same(a, b, "packed")
+            assert stale is None or int(kept._stale) == stale
+
+        kept.renew(sources)
+        verify(kept, sources, None)
+        for source, index in ((0, (1, 2, 3)), (1, (0, 3, 255)), (0, (2, 7, 255))):
+            kept.renew_if_changed(sources)
+            verify(kept, sources, 0)
+            sources[source].data[index] *= -3.0  # one element, which no version counter sees
+            kept.renew_if_changed(sources)
+            verify(kept, sources, 1)
+        sources[0].data *= 0.5
+        kept.renew(sources)
+        verify(kept, sources, None)
+
+
+def kept_by_parts(device: str) -> None:
+    """A check of a part of the tiles notices a changed element within 16 turns, and a changed weight at once."""
+    if not KeptQuantization.available(torch.empty(0, device=device)):
+        return
+    w = random_stack(10, 2, 32, 512).bfloat16().to(device)
+    kept = KeptQuantization(w, dense=True)
+    kept.renew([w])
+    for element in (0, 9000, 32767):
+        w.view(-1).data[element] += 4.0
+        stale = []
+        for _ in range(16):
+            kept._check([w], None, *kept._next_part(0))
+            stale.append(int(kept._stale))
+        assert sum(stale) == 1, stale
+        same(kept.values, fake_quantize_weight(w.cpu()), "values")
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     f.__name__: f
     for f in (
-        random_weights, edge_values, ties, every_magnitude, frozen_scales, views, shared_scales, not_finite, every_code
+        random_weights, edge_values, ties, every_magnitude, frozen_scales, views, shared_scales, not_finite, every_code,
+        kept, kept_by_parts,
     )
 }  # fmt: skip
 

@@ -108,10 +108,9 @@ def weight_amax(weights: Tensor | Sequence[Tensor], *, out: Tensor | None = None
             triton.amax_kernel,
             geometry,
             matrices,
-            *(_words(w), out.view(torch.int32), out, geometry.blocks, geometry.per_row, *geometry.strides[0], 0),
+            *(_words(w), out.view(torch.int32), geometry.blocks, geometry.per_row, *geometry.strides[0]),
             DTYPE=_DTYPES[w.dtype],
             FLAT=geometry.flat,
-            CHECKSUM=0,
         )
     return out
 

@@ -3,7 +3,8 @@
 
 Two weights are one machine word (int32 for BF16 and FP16, int64 for FP32): a block of 16 is a row of eight words, and
 the two nibbles of a code byte come from one word: nothing is interleaved or split. A tile is [BLOCKS, 8] words. The
-grid is (programs, matrices); a program walks over the tiles of its matrix. Nothing needs FP8 or FP4 instructions.
+grid is (programs, matrices); a program walks over the tiles of its matrix. DTYPE is 0 for BF16, 1 for FP16, 2 for FP32.
+Nothing needs FP8 or FP4 instructions.
 
 All roundings to E4M3, E2M1 and BF16 are done by hand, in integers or with exact additions: Triton's interpreter, in
 which these kernels are checked on a CPU, rounds those casts differently from hardware. Launch with
@@ -15,10 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BF16, FP16, FP32 = 0, 1, 2
-"""Values of the kernels' DTYPE argument."""
-SAMPLE = 16
-"""Every SAMPLE-th tile enters the sampled checksum."""
+CLASSES = 16
+"""Classes of tiles with a checksum of their own."""
 
 
 @triton.jit
@@ -152,67 +151,113 @@ def _tiles(blocks, guard, BLOCKS: tl.constexpr, GUARDED: tl.constexpr):
 
 
 @triton.jit
+def _word_amax(words, DTYPE: tl.constexpr):
+    """Larger magnitude of each word's two elements, as the bits of the dtype; NaN is largest."""
+    if DTYPE == 2:
+        return tl.maximum(words.to(tl.int32) & 0x7FFFFFFF, (words >> 32).to(tl.int32) & 0x7FFFFFFF)
+    else:
+        return tl.maximum(words & 0x7FFF, (words >> 16) & 0x7FFF)
+
+
+@triton.jit
+def _store_amax(best, out, DTYPE: tl.constexpr):
+    """Maximum over `best`, rounded to BF16, into out as float32 bits."""
+    top = tl.max(tl.max(best, axis=1), axis=0)
+    if DTYPE == 0:
+        top = top << 16
+    elif DTYPE == 1:
+        value = top.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        top = _round_bf16(value).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        top = _round_bf16(top.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    tl.atomic_max(out, top)
+
+
+@triton.jit
 def amax_kernel(
     x,
     out,
-    checksums,
+    blocks,
+    per_row,
+    x_matrix,
+    x_row,
+    DTYPE: tl.constexpr,
+    FLAT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """max |BF16(x)| of each matrix as float32 bits, by integer maximum into out (which starts at 0)."""
+    matrix = tl.program_id(1)
+    x += matrix.to(tl.int64) * x_matrix
+    j = tl.arange(0, 8)[None, :]
+    lane = tl.arange(0, BLOCKS)
+    best = tl.zeros((BLOCKS, 8), tl.int32)
+    for tile in range(tl.program_id(0), tl.cdiv(blocks, BLOCKS), tl.num_programs(0)):
+        block = tile * BLOCKS + lane
+        at = _place(block, per_row, x_row, 8, FLAT)[:, None] + j
+        words = tl.load(x + at, mask=(block < blocks)[:, None], other=0)
+        best = tl.maximum(best, _word_amax(words, DTYPE))
+    _store_amax(best, out + matrix, DTYPE)
+
+
+@triton.jit
+def checksum_kernel(
+    x,
+    out,
+    sums,
+    guard,
     blocks,
     per_row,
     x_matrix,
     x_row,
     salt,
+    first,
+    last,
     DTYPE: tl.constexpr,
     FLAT: tl.constexpr,
-    CHECKSUM: tl.constexpr,
+    AMAX: tl.constexpr,
+    GUARDED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """max |BF16(x)| of each matrix as float32 bits, by integer maximum into out (which starts at 0); NaN is largest.
+    """Adds position-weighted sums of words to sums[c], of tiles of the classes first <= c < last (tile modulo 16).
 
-    CHECKSUM: also adds up position-weighted words into checksums[0], and those of every SAMPLE-th tile into
-    checksums[1]. CHECKSUM 2 reads nothing but that sample and leaves out alone.
+    Weights are odd, so a change of one word always changes a sum. AMAX: the amax of what was read as well.
     """
     matrix = tl.program_id(1)
     x += matrix.to(tl.int64) * x_matrix
     j = tl.arange(0, 8)[None, :]
     lane = tl.arange(0, BLOCKS)
     best = tl.zeros((BLOCKS, 8), tl.int32)
-    total = tl.zeros((), tl.int64)
-    sampled = tl.zeros((), tl.int64)
-    # Odd weights of the words of a tile, and below of the tiles: a changed word always changes the sum.
-    weight = (((lane[:, None] * 8 + j + 1) * 0x2545F491) | 1).to(tl.int64)
-    stride: tl.constexpr = 16 if CHECKSUM == 2 else 1
-    tiles = tl.cdiv(blocks, BLOCKS)
-    for tile in range(tl.program_id(0) * stride, tiles, tl.num_programs(0) * stride):
-        block = tile * BLOCKS + lane
-        offset = _place(block, per_row, x_row, 8, FLAT)
-        words = tl.load(x + offset[:, None] + j, mask=(block < blocks)[:, None], other=0)
-        if CHECKSUM:
-            position = (tile + matrix * 1000003).to(tl.int64) + salt
-            odd = ((position + 1) * 0x1E3779B97F4A7C15) | 1
-            part = tl.sum(tl.sum(words.to(tl.int64) * weight, axis=1), axis=0) * odd
-            total += part
-            if tile % 16 == 0:
-                sampled += part
-        if CHECKSUM != 2:
-            if DTYPE == 2:
-                m = tl.maximum(words.to(tl.int32) & 0x7FFFFFFF, (words >> 32).to(tl.int32) & 0x7FFFFFFF)
-            else:
-                m = tl.maximum(words & 0x7FFF, (words >> 16) & 0x7FFF)
-            best = tl.maximum(best, m)
-    if CHECKSUM != 2:
-        top = tl.max(tl.max(best, axis=1), axis=0)
-        if DTYPE == 0:
-            top = top << 16
-        elif DTYPE == 1:
-            value = top.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            top = _round_bf16(value).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        else:
-            top = _round_bf16(top.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
-        tl.atomic_max(out + matrix, top)
-    if CHECKSUM == 1:
-        tl.atomic_add(checksums, total)
-    if CHECKSUM:
-        tl.atomic_add(checksums + 1, sampled)
+    position = (lane[:, None] * 8 + j) * 0x2545F491 + salt
+    tiles = _tiles(blocks, guard, BLOCKS, GUARDED)
+    for c in range(first, last):
+        total = tl.zeros((BLOCKS, 8), tl.int64)
+        for tile in range(c + 16 * tl.program_id(0), tiles, 16 * tl.num_programs(0)):
+            block = tile * BLOCKS + lane
+            at = _place(block, per_row, x_row, 8, FLAT)[:, None] + j
+            words = tl.load(x + at, mask=(block < blocks)[:, None], other=0)
+            weight = (position ^ ((tile * 0x1E3779B1 + matrix * 0x05EBCA6B) << 1)) | 1
+            total += words.to(tl.int64) * weight.to(tl.int64)
+            if AMAX:
+                best = tl.maximum(best, _word_amax(words, DTYPE))
+        tl.atomic_add(sums + c, tl.sum(tl.sum(total, axis=1), axis=0))
+    if AMAX:
+        _store_amax(best, out + matrix, DTYPE)
+
+
+@triton.jit
+def compare_kernel(kept, fresh, stale, amax, matrices, first, last):
+    """stale = 1 if fresh[first:last] differs from kept, else 0; clears fresh, and where stale kept and amax too."""
+    c = tl.arange(0, 16)
+    different = (tl.load(fresh + c) != tl.load(kept + c)) & (c >= first) & (c < last)
+    any_different = tl.max(different.to(tl.int32), axis=0)
+    tl.store(stale, any_different)
+    zero = tl.zeros((16,), tl.int64)
+    tl.store(fresh + c, zero)
+    tl.store(kept + c, zero, mask=c < 16 * any_different)
+    lane = tl.arange(0, 256)
+    for start in range(0, matrices, 256):
+        inside = start + lane < matrices * any_different
+        tl.store(amax + start + lane, tl.zeros((256,), tl.int32), mask=inside)
 
 
 @triton.jit
