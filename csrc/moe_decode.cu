@@ -120,14 +120,6 @@ __device__ __forceinline__ void multiply_step(const Fragment& f, const Shifts& s
   }
 }
 
-// Row tiles of a unit that lie in group `index` of it, given the unit's first tile.
-template <int RG>
-__device__ __forceinline__ int tiles_in_group(int row_tiles, int first_tile, int index) {
-  constexpr int kTiles = RG / 2;
-  if (kTiles >= kGroupTiles) return max(0, min(kGroupTiles, row_tiles - first_tile - kGroupTiles * index));
-  return min(kTiles, row_tiles - first_tile);  // a unit within one group; groups hold an even number of tiles
-}
-
 // One unit: all of K for the rows of this warp, then the sum over the K groups and the epilogue.
 template <int RG, int KG, int NT, int EPILOGUE, typename Out>
 __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Layout& l, Consumer& c, const Shifts& shift, char* smem,
@@ -136,19 +128,18 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Layout& l,
                                              uint32_t values_full, uint32_t values_phase) {
   const int lane = c.lane;
   const int first_tile = unit_row * (RG / 2), tile = rg >> 1;
-  const int group = tile / kGroupTiles;
-  const int tiles = tiles_in_group<RG>(p.row_tiles, first_tile, group);
-  const uint32_t block = (group * KG * kGroupTiles + kg * tiles + tile % kGroupTiles) * kBlockBytes;
+  const uint32_t block = WeightStream<RG / 2, KG>::offset(p, first_tile, tile, kg);
   const uint32_t codes = block + (rg & 1) * 1024 + lane * 16;
   const uint32_t scales = block + kScaleOffset + (rg & 1) * 128 + (lane >> 2) * 8;
   operand += (lane & 7) * l.operand_stride + (lane >> 3) * 16 + kg * 128;
 
   int channel[2];
-  float2 bias[2];  // fetched here, used after the main loop
+  const int expert = p.bias != nullptr ? expert_of(p, segment) : 0;
+  ChannelMeta<EPILOGUE> rows[2];  // fetched here, used after the main loop
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     channel[i] = channel_of<EPILOGUE>(first_tile + tile, (rg & 1) * 2 + i, lane >> 2);
-    bias[i] = load_bias<EPILOGUE>(p, segment, channel[i]);
+    rows[i] = ChannelMeta<EPILOGUE>(p, expert, channel[i]);
   }
 
   float acc[2][NT][4];
@@ -209,13 +200,14 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Layout& l,
       for (int i = 0; i < 4; ++i) sum[i] += part[i];
     }
     if (channel[brick] >= p.channels) continue;
+    const float2 alpha = rows[brick].alpha(meta.segment);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int index = tile8 * 8 + 2 * (lane & 3) + half;
       if (index >= meta.segment.count) continue;
       const TokenMeta t = meta.tokens[index];
-      const float2 scale = make_float2(meta.segment.alpha.x * t.decode, meta.segment.alpha.y * t.decode);
-      const float2 y = finish<EPILOGUE>(sum[half], sum[half + 2], scale, bias[brick], t.router);
+      const float2 scale = make_float2(alpha.x * t.decode, alpha.y * t.decode);
+      const float2 y = finish<EPILOGUE>(sum[half], sum[half + 2], scale, rows[brick].bias, t.router);
       Out* out = reinterpret_cast<Out*>(p.out) + t.row + channel[brick];
       if (EPILOGUE == kSwiGlu) {
         *out = from_float<Out>(y.x);
@@ -261,10 +253,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   constexpr int kTiles = RG / 2;  // row tiles of a unit
-  constexpr int kGroups = kTiles > kGroupTiles ? kTiles / kGroupTiles : 1;
   const int units_per_segment = (p.row_tiles + kTiles - 1) / kTiles;
   const int steps = p.kblocks / KG;  // stages of a unit
-  const int64_t units = (int64_t)*(volatile const int*)p.num_segments * units_per_segment;
+  const int64_t units = (int64_t)num_segments(p) * units_per_segment;
   const int first = (int)(units * blockIdx.x / gridDim.x), last = (int)(units * (blockIdx.x + 1) / gridDim.x);
 
   if (warp == kConsumerWarps) {  // weights
@@ -276,31 +267,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int unit = first; unit < last; ++unit) {
         if (unit / units_per_segment != segment) {
           segment = unit / units_per_segment;
-          expert = ((volatile const int*)p.segments)[3 * segment];
+          expert = expert_of(p, segment);
         }
-        const int first_tile = unit % units_per_segment * kTiles;
-        const int within = first_tile % kGroupTiles;
-        const WeightGroup group(p.weights, expert, p.row_tiles, p.kblocks, first_tile - within);
-        const int tiles = tiles_in_group<RG>(p.row_tiles, first_tile, 0);
-        const int more = kGroups > 1 ? tiles_in_group<RG>(p.row_tiles, first_tile, 1) : 0;
-        const uint8_t* source = group.blocks + within * kBlockBytes;
-        const uint8_t* second = group.blocks + (int64_t)kGroupTiles * p.kblocks * kBlockBytes;
+        WeightStream<kTiles, KG> stream(p, expert, unit % units_per_segment * kTiles);
         for (int it = 0; it < steps; ++it) {
-          const uint32_t target = ring + slot * kStageBytes, bar = full + 8 * slot;
           mbar_wait(empty + 8 * slot, phase);
-          mbar_expect_tx(bar, (tiles + more) * KG * kBlockBytes);
-          if (kTiles >= kGroupTiles) {
-            bulk_copy(target, source, tiles * KG * kBlockBytes, bar);
-          } else {
-#pragma unroll 1
-            for (int i = 0; i < KG; ++i)
-              bulk_copy(target + i * tiles * kBlockBytes, source + i * group.tiles * kBlockBytes, tiles * kBlockBytes, bar);
-          }
-          source += KG * group.tiles * kBlockBytes;
-          if (kGroups > 1 && more > 0) {
-            bulk_copy(target + KG * kGroupTiles * kBlockBytes, second, more * KG * kBlockBytes, bar);
-            second += KG * more * kBlockBytes;
-          }
+          stream.next(ring + slot * kStageBytes, full + 8 * slot);
           if (++slot == l.stages) {
             slot = 0;
             phase ^= 1;
@@ -323,9 +295,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int segment = first / units_per_segment; first < last && segment <= (last - 1) / units_per_segment;
          ++segment, ++index) {
       const int slot = index & 1;
-      const int start = p.segments[3 * segment + 1], count = p.segments[3 * segment + 2];
+      const Segment s = segment_of(p, segment);
+      const int count = s.count;
       const int rows = (count + 7) / 8 * 8;
-      const int pair = lane < count ? p.sorted[start + lane] : 0;
+      const int pair = lane < count ? pair_of(p, s.start + lane) : 0;
       if (index > 1) mbar_wait(tokens_empty + 8 * slot, (index / 2 - 1) & 1);
       if (index > 0 && previous_rows + rows > p.max_tokens) mbar_wait(tokens_empty + 8 * (slot ^ 1), ((index - 1) / 2) & 1);
       previous_rows = rows;
@@ -341,7 +314,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       // needed at the end of the first unit only, hence a barrier of their own
       if (lane < count) meta[slot].tokens[lane] = load_token(p, pair);
       if (lane == 0) {
-        const SegmentMeta m = load_segment(p, segment);
+        const SegmentMeta m = load_segment(p, s);
         meta[slot].segment.expert = m.expert;
         meta[slot].segment.alpha = m.alpha;
       }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Arguments and epilogue shared by the decode and the prefill GEMM.
+// Arguments, weight stream and epilogue shared by the GEMM kernels (moe_decode.cu, moe_wgmma.cuh).
 #pragma once
 
 #include <stdint.h>
@@ -17,9 +17,10 @@ struct GemmArgs {
   const float* alpha;        // [E, 2]: decode global scale of the weights (gate, up), or twice the same
   const float* bias;         // [E, bias_stride] or null: added before the activation
   const float* router;       // [pairs] or null: factor of each output row
-  const int* segments;       // [num][3]: expert, first entry of `sorted`, count
-  const int* num_segments;   // [1]
-  const int* sorted;         // pairs grouped by expert
+  const float* channel;      // [channels] or null: factor of each output channel (plain epilogue only)
+  const int* segments;       // [num][3]: expert, first entry of `sorted`, count; null: one matrix, `rows` rows in order
+  const int* num_segments;   // [1]; null like `segments`
+  const int* sorted;         // pairs grouped by expert; null like `segments`
   void* out;                 // [pairs, ldo]
   int kblocks;               // K / 64, K padded
   int row_tiles;             // row tiles of 64, even
@@ -29,6 +30,7 @@ struct GemmArgs {
   int ldo;                   // elements between output rows
   int bias_stride;
   int max_tokens;            // capacity of a segment
+  int rows;                  // operand rows, used without `segments`
 };
 
 // SwiGLU: row g of a brick is a channel of gate, row g + 8 the same channel of up; one output channel.
@@ -49,10 +51,37 @@ struct SegmentMeta {
   float2 alpha;
 };
 
-__device__ __forceinline__ SegmentMeta load_segment(const GemmArgs& p, int segment) {
+// Rows that a block multiplies one expert's weights with. Loads are volatile: they may come before grid_dependency_wait.
+struct Segment {
+  int expert, start, count;
+};
+
+__device__ __forceinline__ int num_segments(const GemmArgs& p) {
+  if (p.segments == nullptr) return (p.rows + p.max_tokens - 1) / p.max_tokens;
+  return *(volatile const int*)p.num_segments;
+}
+
+__device__ __forceinline__ Segment segment_of(const GemmArgs& p, int i) {
+  if (p.segments == nullptr) {  // equal parts
+    const int n = num_segments(p), begin = (int)((int64_t)p.rows * i / n);
+    return {0, begin, (int)((int64_t)p.rows * (i + 1) / n) - begin};
+  }
+  volatile const int* s = p.segments + 3 * i;
+  return {s[0], s[1], s[2]};
+}
+
+__device__ __forceinline__ int expert_of(const GemmArgs& p, int segment) {
+  return p.segments == nullptr ? 0 : ((volatile const int*)p.segments)[3 * segment];
+}
+
+__device__ __forceinline__ int pair_of(const GemmArgs& p, int entry) {
+  return p.sorted == nullptr ? entry : p.sorted[entry];
+}
+
+__device__ __forceinline__ SegmentMeta load_segment(const GemmArgs& p, const Segment& segment) {
   SegmentMeta s;
-  s.expert = p.segments[3 * segment];
-  s.count = p.segments[3 * segment + 2];
+  s.expert = segment.expert;
+  s.count = segment.count;
   s.alpha = make_float2(p.alpha[2 * s.expert] * kDecodeFactor, p.alpha[2 * s.expert + 1] * kDecodeFactor);
   return s;
 }
@@ -73,13 +102,25 @@ __device__ __forceinline__ int channel_of(int row_tile, int brick, int g) {
   return EPILOGUE == kSwiGlu ? pair * 64 + brick * 16 + 2 * g + odd : pair * 128 + brick * 32 + 4 * g + 2 * odd;
 }
 
-// Bias of the two accumulator rows (g, g + 8) whose first output channel is c.
+// Bias and scale factor of the two accumulator rows (g, g + 8) whose first output channel is c.
 template <int EPILOGUE>
-__device__ __forceinline__ float2 load_bias(const GemmArgs& p, int segment, int c) {
-  if (p.bias == nullptr || c >= p.channels) return make_float2(0.0f, 0.0f);
-  const float* b = p.bias + (int64_t)p.segments[3 * segment] * p.bias_stride + c;
-  return make_float2(b[0], b[EPILOGUE == kSwiGlu ? p.channels : 1]);
-}
+struct ChannelMeta {
+  float2 bias, factor;
+  __device__ __forceinline__ ChannelMeta() {}
+  __device__ __forceinline__ ChannelMeta(const GemmArgs& p, int expert, int c)
+      : bias(make_float2(0.0f, 0.0f)), factor(make_float2(1.0f, 1.0f)) {
+    if (c >= p.channels) return;
+    if (p.bias != nullptr) {
+      const float* b = p.bias + (int64_t)expert * p.bias_stride + c;
+      bias = make_float2(b[0], b[EPILOGUE == kSwiGlu ? p.channels : 1]);
+    }
+    if (EPILOGUE == kPlain && p.channel != nullptr) factor = make_float2(p.channel[c], p.channel[c + 1]);
+  }
+  // Factor of the accumulators that is common to all tokens.
+  __device__ __forceinline__ float2 alpha(const SegmentMeta& s) const {
+    return EPILOGUE == kSwiGlu ? s.alpha : make_float2(s.alpha.x * factor.x, s.alpha.y * factor.y);
+  }
+};
 
 // x / (1 + exp(-x)) to about 2^-21; for x < -88 the quotient is 0.
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
@@ -92,6 +133,62 @@ __device__ __forceinline__ float2 finish(float low, float high, float2 scale, fl
   if (EPILOGUE == kSwiGlu) return make_float2(silu(x) * y, 0.0f);
   return make_float2(x * router, y * router);
 }
+
+// The weight bytes of one unit (TILES row tiles, all of K), a ring stage of KG K blocks at a time. Within a stage: [groups of 4 row
+// tiles][KG][row tiles of the group] blocks.
+template <int TILES, int KG>
+struct WeightStream {
+  static constexpr int kBytes = TILES * KG * kBlockBytes;  // of a stage
+  static constexpr int kGroups = TILES > kGroupTiles ? TILES / kGroupTiles : 1;
+  static_assert(kGroups <= 2, "");
+
+  const uint8_t *source, *second;
+  int tiles, more;  // row tiles of the first group that belong to the unit, and of the second
+  int group_tiles;  // row tiles of the first group
+
+  __device__ __forceinline__ WeightStream() {}
+  __device__ __forceinline__ WeightStream(const GemmArgs& p, int expert, int first_tile) {
+    const int within = first_tile % kGroupTiles;
+    const WeightGroup group(p.weights, expert, p.row_tiles, p.kblocks, first_tile - within);
+    tiles = tiles_in_group(p.row_tiles, first_tile, 0);
+    more = kGroups > 1 ? tiles_in_group(p.row_tiles, first_tile, 1) : 0;
+    group_tiles = group.tiles;
+    source = group.blocks + within * kBlockBytes;
+    second = group.blocks + (int64_t)kGroupTiles * p.kblocks * kBlockBytes;
+  }
+
+  // Row tiles of a unit that lie in its group `index`, given the unit's first tile. Groups hold an even number of tiles.
+  static __device__ __forceinline__ int tiles_in_group(int row_tiles, int first_tile, int index) {
+    if (TILES >= kGroupTiles) return max(0, min(kGroupTiles, row_tiles - first_tile - kGroupTiles * index));
+    return min(TILES, row_tiles - first_tile);
+  }
+
+  // Offset of the block of row tile `tile` of the unit and K block `kg` of the stage.
+  static __device__ __forceinline__ uint32_t offset(const GemmArgs& p, int first_tile, int tile, int kg) {
+    const int group = tile / kGroupTiles;
+    return (group * KG * kGroupTiles + kg * tiles_in_group(p.row_tiles, first_tile, group) + tile % kGroupTiles) * kBlockBytes;
+  }
+
+  // Leave a stage out.
+  __device__ __forceinline__ void skip() {
+    source += KG * group_tiles * kBlockBytes;
+    second += KG * more * kBlockBytes;
+  }
+
+  // Copy the next stage to `target`; `bar` counts its bytes.
+  __device__ __forceinline__ void next(uint32_t target, uint32_t bar) {
+    mbar_expect_tx(bar, (tiles + more) * KG * kBlockBytes);
+    if (TILES >= kGroupTiles) {
+      bulk_copy(target, source, tiles * KG * kBlockBytes, bar);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < KG; ++i)
+        bulk_copy(target + i * tiles * kBlockBytes, source + i * group_tiles * kBlockBytes, tiles * kBlockBytes, bar);
+    }
+    if (kGroups > 1 && more > 0) bulk_copy(target + KG * kGroupTiles * kBlockBytes, second, more * KG * kBlockBytes, bar);
+    skip();
+  }
+};
 
 // N adjacent outputs; the address is a multiple of their size.
 template <int N, typename Out>

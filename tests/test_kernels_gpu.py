@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from vllm_quads.compensation.forms import merged, quantize_with_residual
 from vllm_quads.kernels import MoECompensation, PreparedMoE, Tuning, prepare_moe_weights, quads_moe
+from vllm_quads.kernels.layout import arrange, arrange_into, arranged_shape, gate_up_order, pair_order, unarrange
+from vllm_quads.kernels.plan import Gemm
 from vllm_quads.kernels.quantize import quantize_merged, quantize_packed
 from vllm_quads.nvfp4 import BlockScaleRule, PackedTensor, unswizzle
 from vllm_quads.nvfp4.formats import pack_codes
@@ -168,13 +173,24 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
+def both(gemm: Gemm, k_groups: int = 1, **rest: Any) -> Tuning:
+    """The same kernel for both GEMMs."""
+    return Tuning(gemm1=gemm, gemm2=gemm, k_groups1=k_groups, k_groups2=k_groups, **rest)
+
+
 VARIANTS = {
-    "stream-k1": Tuning(prefill=False, k_groups=1),
-    "stream-k2": Tuning(prefill=False, k_groups=2),
-    "stream-k4": Tuning(prefill=False, k_groups=4),
-    "stream-k2-cap8": Tuning(prefill=False, capacity=8, float32_partials=False),
-    "stream-k4-cap16": Tuning(prefill=False, k_groups=4, capacity=16, early_weights=False),
-    "wgmma": Tuning(prefill=True, float32_partials=False),
+    "decode-k1": both(Gemm.DECODE),
+    "decode-k2": both(Gemm.DECODE, 2),
+    "decode-k4": both(Gemm.DECODE, 4),
+    "decode-k2-cap8": both(Gemm.DECODE, 2, capacity=8, float32_partials=False),
+    "decode-k4-cap16": both(Gemm.DECODE, 4, capacity=16, early_weights=False),
+    "batch-k1": both(Gemm.BATCH),
+    "batch-k2": both(Gemm.BATCH, 2, early_weights=False),
+    "batch-k4": both(Gemm.BATCH, 4, float32_partials=False),
+    "batch-k1-cap8": both(Gemm.BATCH, capacity=8),
+    "batch-k2-cap48": both(Gemm.BATCH, 2, capacity=48),
+    "prefill": both(Gemm.PREFILL, float32_partials=False),
+    "mixed": Tuning(gemm1=Gemm.DECODE, gemm2=Gemm.BATCH, capacity=16),
     "default": Tuning(),
 }
 
@@ -189,12 +205,20 @@ VARIANTS = {
         (4, 1024, 320, 2, 150),
         (4, 512, 96, 3, 600),
         (16, 2048, 768, 8, 250),
+        (4, 7168, 256, 2, 37),
+        (2, 256, 14336, 1, 20),
     ],
 )
 def test_layer_matches_fp64(
     variant: str, experts: int, hidden: int, intermediate: int, top_k: int, tokens: int
 ) -> None:
     """Every GEMM variant matches FP64 on the same operands to the rounding of its BF16 output (and of h)."""
+    tuning = VARIANTS[variant]
+    depth = hidden if tuning.gemm2 is Gemm.BATCH else max(hidden, intermediate)  # the longest K of a decode GEMM
+    if Gemm.DECODE in (tuning.gemm1, tuning.gemm2) and depth > 4096:
+        if depth > 8192:
+            pytest.skip("not even 8 tokens fit")
+        tuning = replace(tuning, capacity=8)
     layer = Layer(experts, hidden, intermediate)
     x = activations(tokens, hidden, torch.bfloat16, tokens).cuda()
     weights, ids = routing(tokens, experts, top_k, tokens)
@@ -207,7 +231,7 @@ def test_layer_matches_fp64(
         full=torch.rand(tokens, device="cuda", generator=gen) < 0.5,
     )
     for four in (False, True):
-        got = quads_moe(x, layer.prepared, weights, ids, compensation=c, four_over_six=four, tuning=VARIANTS[variant])
+        got = quads_moe(x, layer.prepared, weights, ids, compensation=c, four_over_six=four, tuning=tuning)
         want = layer.reference(x, weights, ids, four, c)
         # Rows span 1e-20 to 1e3: each row is held to its own norm. An h that lands on the other side of a rounding
         # boundary moves one code, hence the slack over 2^-9.
@@ -237,7 +261,7 @@ def test_a_token_does_not_depend_on_its_batch() -> None:
     layer = Layer(8, 1024, 256)
     x = activations(48, 1024, torch.bfloat16).cuda()
     weights, ids = routing(48, 8, 4, 7)
-    for tuning in (Tuning(prefill=False), Tuning(prefill=True)):
+    for tuning in (both(Gemm.DECODE), both(Gemm.BATCH), both(Gemm.BATCH, 2), both(Gemm.PREFILL)):
         whole = quads_moe(x, layer.prepared, weights, ids, tuning=tuning)
         for _ in range(3):
             assert torch.equal(whole, quads_moe(x, layer.prepared, weights, ids, tuning=tuning))
@@ -281,3 +305,21 @@ def test_captured_graph_sees_new_inputs_weights_and_state() -> None:
     graph.replay()
     assert relative_error(y, other.reference(x, weights, ids, False, c)) < 4e-3
     assert torch.equal(y, quads_moe(x, other.prepared, weights, ids, compensation=c))
+
+
+@pytest.mark.parametrize("gate_up", [False, True])
+@pytest.mark.parametrize(("experts", "n", "k"), [(3, 96, 80), (2, 1536, 2048), (1, 128, 48), (5, 320, 7168)])
+def test_arranging_on_the_gpu_equals_torch(experts: int, n: int, k: int, gate_up: bool) -> None:
+    """The layout kernel writes the bytes of the torch path, into a range of a stack too, and comes back exactly."""
+    gen = torch.Generator().manual_seed(n + k)
+    codes = torch.randint(0, 256, (experts, n, k // 2), generator=gen, dtype=torch.uint8)
+    scales = torch.randint(0, 128, (experts, n, k // 16), generator=gen, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    want = arrange(codes, scales, gate_up_order(n // 2) if gate_up else pair_order(n))
+    out = torch.full((experts + 2, *arranged_shape(n, k)), 170, dtype=torch.uint8, device="cuda")
+    arrange_into(codes.cuda(), scales.cuda(), out[1:-1], gate_up=gate_up)
+    assert torch.equal(out[1:-1].cpu(), want)
+    assert bool((out[0] == 170).all())
+    assert bool((out[-1] == 170).all())
+    back = unarrange(out[1:-1], n, k, gate_up=gate_up)
+    assert torch.equal(back[0].cpu(), codes)
+    assert torch.equal(back[1].cpu().view(torch.uint8), scales.view(torch.uint8))

@@ -35,10 +35,11 @@ class GemmArgs(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
-            "weights", "operand", "decode", "alpha", "bias", "router", "segments", "num_segments", "sorted", "out"
+            "weights", "operand", "decode", "alpha", "bias", "router", "channel", "segments", "num_segments", "sorted",
+            "out",
         )),
         *((name, ctypes.c_int) for name in (
-            "kblocks", "row_tiles", "ldb", "row_divisor", "channels", "ldo", "bias_stride", "max_tokens"
+            "kblocks", "row_tiles", "ldb", "row_divisor", "channels", "ldo", "bias_stride", "max_tokens", "rows",
         )),
     ]  # fmt: skip
 
@@ -160,8 +161,10 @@ def library() -> ctypes.CDLL:
     lib = ctypes.CDLL(str(build()))
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     lib.quads_moe_decode.argtypes = [pointer, integer, integer, integer, integer, pointer]
-    lib.quads_moe_prefill.argtypes = [pointer, integer, integer, pointer]
+    lib.quads_moe_batch.argtypes = [pointer, integer, integer, integer, integer, pointer]
+    lib.quads_moe_prefill.argtypes = [pointer, integer, integer, integer, pointer]
     lib.quads_moe_decode_capacity.argtypes = [integer, integer]
+    lib.quads_moe_batch_capacity.argtypes = [integer]
     lib.quads_quantize.argtypes = [pointer, integer, integer, integer, pointer]
     lib.quads_prologue.argtypes = [pointer, pointer, integer, integer, pointer]
     lib.quads_sum.argtypes = [

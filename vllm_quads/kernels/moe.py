@@ -16,6 +16,7 @@ FP32. Per-pair outputs are summed over top-k in FP32; with many pairs they are k
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -24,12 +25,11 @@ from torch import Tensor
 from vllm_quads.kernels import _native
 from vllm_quads.kernels._native import AlignArgs, GemmArgs, QuantizeArgs
 from vllm_quads.kernels.layout import K_BLOCK, arrange_into, arranged_shape, padded_k, unarrange
+from vllm_quads.kernels.plan import DeviceLimits, Gemm, GemmChoice, LayerShape, plan_layer
 from vllm_quads.nvfp4.errors import FormatError
 
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _SWIGLU, _PLAIN = 0, 1
-PREFILL_TOKENS = 128
-"""Tokens of one expert that the prefill GEMM computes at a time."""
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,18 @@ def prepare_moe_weights(
 
 @dataclass(frozen=True)
 class Tuning:
-    """Kernel choices; None means the built-in heuristic."""
+    """Kernel choices of the layer; None means what `plan.plan_layer` picks."""
 
-    prefill: bool | None = None
-    """Use the wgmma GEMM (many tokens per expert) instead of the streaming one."""
-    k_groups: int | None = None
-    """Warps of the streaming GEMM that share rows and split K: 1, 2 or 4 (units of 512, 256 or 128 rows)."""
+    gemm1: Gemm | None = None
+    """Kernel of the first GEMM."""
+    gemm2: Gemm | None = None
+    """Kernel of the second GEMM."""
+    k_groups1: int | None = None
+    """Consumers of the first GEMM that share rows and split K: 1, 2 or 4 (units of 512, 256 or 128 rows)."""
+    k_groups2: int | None = None
+    """The same of the second GEMM."""
     capacity: int | None = None
-    """Tokens of one expert that the streaming GEMM keeps in shared memory: 8, 16, 24 or 32."""
+    """Tokens of one expert that are multiplied at a time, a multiple of 8."""
     float32_partials: bool | None = None
     """Keep each pair's output in FP32 until the top-k sum instead of x's dtype."""
     early_weights: bool = True
@@ -185,7 +189,14 @@ def quads_moe(
     device, pairs, experts = x.device, tokens * top_k, prepared.num_experts
     k1, k2 = padded_k(prepared.hidden), padded_k(prepared.intermediate)
     global_experts = experts if expert_map is None else expert_map.numel()
-    prefill1, prefill2, k_groups, capacity = _plan(tokens, pairs, global_experts, k1, k2, tuning)
+    plan = plan_layer(
+        LayerShape(tokens, top_k, experts, global_experts, prepared.hidden, prepared.intermediate),
+        device_limits(),
+        gemms=(tuning.gemm1, tuning.gemm2),
+        k_groups=(tuning.k_groups1, tuning.k_groups2),
+        capacity=tuning.capacity,
+    )
+    capacity = plan.capacity
     max_segments = min(pairs, experts + pairs // capacity)
     blocks = -(-pairs // lib.quads_pairs_per_block())
 
@@ -255,7 +266,7 @@ def quads_moe(
         bias_stride=2 * prepared.intermediate,
         max_tokens=capacity,
     )
-    _gemm(lib, gemm, _SWIGLU, dtype, prefill1, k_groups, False, stream)
+    launch_gemm(gemm, _SWIGLU, dtype, plan.first, False, stream)
     quantize2 = QuantizeArgs(
         x=h.data_ptr(),
         g=_native.pointer(g2),
@@ -285,7 +296,7 @@ def quads_moe(
     gemm.row_divisor = 1
     gemm.channels = prepared.hidden
     gemm.ldo = prepared.hidden
-    _gemm(lib, gemm, _PLAIN, _DTYPES[y.dtype], prefill2, k_groups, tuning.early_weights, stream)
+    launch_gemm(gemm, _PLAIN, _DTYPES[y.dtype], plan.second, tuning.early_weights, stream)
     _native.check(
         lib.quads_sum(
             y.data_ptr(),
@@ -305,49 +316,32 @@ def quads_moe(
     return out
 
 
-PREFILL_THRESHOLD = 24.0
-"""Mean tokens per expert above which the wgmma GEMM is used."""
-SMALL_UNITS_PAIRS = 16
-"""Up to this many pairs the streaming GEMM takes units of 128 rows, else of 512."""
 FLOAT32_PARTIALS_PAIRS = 4096
 """Up to this many pairs the per-pair outputs stay in FP32 until they are summed."""
 
 
-def _plan(tokens: int, pairs: int, experts: int, k1: int, k2: int, tuning: Tuning) -> tuple[bool, bool, int, int]:
-    """Kernel of each GEMM (True: wgmma), K groups, tokens of a segment; decided without a look at the device.
-
-    The streaming GEMM keeps a segment's tokens in shared memory over the whole K, which bounds K times the tokens.
-    Where not even 8 fit, that GEMM takes the wgmma kernel; where most experts would be read more than once, both do.
-    """
-    mean = pairs / experts
-    # Few units: small ones, to occupy every multiprocessor. Otherwise large ones, which need no sum across warps.
-    k_groups = tuning.k_groups if tuning.k_groups is not None else (4 if pairs <= SMALL_UNITS_PAIRS else 1)
-    capacity = _native.library().quads_moe_decode_capacity
-    limits = [capacity(k // K_BLOCK, k_groups) for k in (k1, k2)]
-    limit = min((n for n in limits if n), default=0)
-    prefill = tuning.prefill if tuning.prefill is not None else mean > min(PREFILL_THRESHOLD, 1.5 * limit)
-    if prefill or limit == 0:
-        return True, True, k_groups, PREFILL_TOKENS
-    # Room for all but a few percent of the experts under uniform routing; the others are computed in two parts.
-    wanted = tuning.capacity if tuning.capacity is not None else min(float(tokens), mean + 2.0 * mean**0.5)
-    return limits[0] == 0, limits[1] == 0, k_groups, min(-(-int(wanted + 0.999) // 8) * 8, limit)
-
-
-def _gemm(
-    lib: ctypes.CDLL,
-    args: GemmArgs,
-    epilogue: int,
-    dtype: int,
-    prefill: bool,
-    k_groups: int,
-    early_weights: bool,
-    stream: int,
+def launch_gemm(
+    args: GemmArgs, epilogue: int, dtype: int, choice: GemmChoice, early_weights: bool, stream: int
 ) -> None:
-    if prefill:
-        code = lib.quads_moe_prefill(ctypes.byref(args), epilogue, dtype, stream)
+    """Launch one GEMM on the given kernel."""
+    lib = _native.library()
+    if choice.gemm is Gemm.PREFILL:
+        code = lib.quads_moe_prefill(ctypes.byref(args), epilogue, dtype, int(early_weights), stream)
     else:
-        code = lib.quads_moe_decode(ctypes.byref(args), epilogue, dtype, k_groups, int(early_weights), stream)
-    _native.check(code, "MoE GEMM")
+        kernel = lib.quads_moe_decode if choice.gemm is Gemm.DECODE else lib.quads_moe_batch
+        code = kernel(ctypes.byref(args), epilogue, dtype, choice.k_groups, int(early_weights), stream)
+    _native.check(code, f"{choice.gemm.value} GEMM")
+
+
+@functools.cache
+def device_limits() -> DeviceLimits:
+    """What the planner has to know of the kernels and this GPU."""
+    lib = _native.library()
+    return DeviceLimits(
+        multiprocessors=torch.cuda.get_device_properties().multi_processor_count,
+        decode_capacity=functools.cache(lambda k, groups: int(lib.quads_moe_decode_capacity(k // K_BLOCK, groups))),
+        batch_capacity=functools.cache(lambda groups: int(lib.quads_moe_batch_capacity(groups))),
+    )
 
 
 def _check(x: Tensor, p: PreparedMoE, weights: Tensor, ids: Tensor, expert_map: Tensor | None) -> None:

@@ -1,0 +1,389 @@
+// SPDX-License-Identifier: Apache-2.0
+// Grouped GEMM on wgmma, weights decoded in registers as in moe_decode.cu, tokens streamed along K with them: any K, 8 to 128
+// tokens of an expert at a time. Two instances: moe_batch.cu (medium token counts, bound by the weight bytes: many warps that
+// decode) and moe_prefill.cu (large ones, bound by the tensor cores: many accumulators).
+//
+// Persistent; a unit is 128 RG weight rows x one segment. RG x KG consumer warpgroups of 128 rows each and one producer:
+//   - a producer thread feeds the weight ring (RG x KG x 4608 bytes a stage) with bulk copies, all 128 gather the
+//     tokens' rows with cp.async into the 128-byte swizzle that wgmma reads;
+//   - a consumer decodes A fragments in registers (the layout of moe_decode.cu is also that of wgmma's A operand) while the
+//     previous step's wgmma runs;
+//   - consumers that share rows take K blocks in turn and add their accumulators in a fixed order, so results do not depend on the
+//     run, on the other tokens of the batch, or on which block computed them.
+#pragma once
+
+#include "moe_params.cuh"
+#include "wgmma.cuh"
+
+namespace quads {
+
+// Row groups, K groups, and the most tokens of a segment.
+template <int RG_, int KG_, int TOKENS_>
+struct WgmmaShape {
+  static constexpr int RG = RG_, KG = KG_, TOKENS = TOKENS_;
+  static constexpr int kConsumers = RG * KG;
+  static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr int kTiles = 2 * RG;  // row tiles of a unit
+  static constexpr int kMaxStages = 12;
+  static constexpr int kMetaBuffers = 2;
+  static constexpr int kLag = 3;  // stages a producer's cp.async groups stay in flight
+  // A stage is released during the next one, whose tokens arrive kLag stages later.
+  static constexpr int kMinStages = kLag + 2;
+  // Registers: of each multiprocessor sub-partition's 16384, one warp of every warpgroup takes its share.
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 56 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : 104;
+  using Weights = WeightStream<kTiles, KG>;
+
+  struct UnitMeta {
+    SegmentMeta segment;
+    TokenMeta tokens[TOKENS];
+  };
+
+  struct Layout {
+    int stages;
+    int operand_bytes;  // of a stage
+    int weight_offset, reduce_offset, meta_offset, barrier_offset, total;
+  };
+
+  static __host__ __device__ __forceinline__ Layout layout(int max_tokens) {
+    constexpr int kLimit = 232448 - 1024;  // 1024: alignment of the base
+    Layout l;
+    l.operand_bytes = KG * max_tokens * 128;
+    const int width = max_tokens > 32 ? (max_tokens + 15) / 16 * 16 : max_tokens;  // of the widest instruction
+    const int reduce = RG * (KG - 1) * (width / 8) * 4096;
+    const int rest = reduce + kMetaBuffers * (int)sizeof(UnitMeta) + 8 * (3 * kMaxStages + 2 * kMetaBuffers) + 32;
+    const int stages = (kLimit - rest) / (l.operand_bytes + Weights::kBytes);
+    l.stages = stages > kMaxStages ? kMaxStages : stages;
+    l.weight_offset = l.stages * l.operand_bytes;
+    l.reduce_offset = l.weight_offset + l.stages * Weights::kBytes;
+    l.meta_offset = l.reduce_offset + reduce;
+    l.barrier_offset = (l.meta_offset + kMetaBuffers * (int)sizeof(UnitMeta) + 15) / 16 * 16;
+    l.total = l.barrier_offset + 8 * (3 * kMaxStages + 2 * kMetaBuffers) + 1024;
+    return l;
+  }
+};
+
+struct Ring {
+  int slot = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void next(int size) {
+    if (++slot == size) {
+      slot = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+struct Barriers {
+  uint32_t weights, operand, empty, meta_full, meta_empty;
+};
+
+template <typename Shape, int N, int EPILOGUE, typename Out>
+__device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& shift, const typename Shape::Layout& l,
+                                             const Barriers& bar, Ring& ring, char* smem, uint32_t base,
+                                             const typename Shape::UnitMeta& meta, int first_tile, int rg, int kg) {
+  constexpr int KG = Shape::KG;
+  using Weights = typename Shape::Weights;
+  const int thread = threadIdx.x % 128, warp = thread / 32, lane = threadIdx.x % 32;
+  const int channel = channel_of<EPILOGUE>(first_tile + rg * 2, warp, lane >> 2);
+  ChannelMeta<EPILOGUE> rows[2];  // of this thread's rows in the two row tiles; fetched here, used after the main loop
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    rows[i] = ChannelMeta<EPILOGUE>(p, meta.segment.expert, channel + (EPILOGUE == kSwiGlu ? i : 2 * i));
+  float acc[2][N / 2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int j = 0; j < N / 2; ++j) acc[i][j] = 0.0f;
+  const uint32_t block = base + l.weight_offset + Weights::offset(p, first_tile, rg * 2, kg);
+  const uint32_t code_offset = block + warp * 512 + lane * 16;
+  const uint32_t scale_offset = block + kScaleOffset + warp * 64 + (lane >> 2) * 8;
+  const uint32_t operand = base + kg * (l.operand_bytes / KG);
+
+  uint32_t a[2][2][4];  // [k-step parity][row tile][register]
+  int previous = -1;
+  const int steps = p.kblocks / KG;
+  for (int it = 0; it < steps; ++it) {
+    mbar_wait(bar.weights + 8 * ring.slot, ring.phase);
+    uint4 codes[2];
+    uint2 scales[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t at = ring.slot * Weights::kBytes + i * kBlockBytes;
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(codes[i].x), "=r"(codes[i].y), "=r"(codes[i].z), "=r"(codes[i].w)
+                   : "r"(at + code_offset)
+                   : "memory");
+      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                   : "=r"(scales[i].x), "=r"(scales[i].y)
+                   : "r"(at + scale_offset)
+                   : "memory");
+    }
+    mbar_wait(bar.operand + 8 * ring.slot, ring.phase);
+    const uint64_t descriptor = wgmma_descriptor(operand + ring.slot * l.operand_bytes);
+#define QUADS_STEP(KSTEP)                                                                       \
+  {                                                                                             \
+    decode_word(word_of(codes[0], KSTEP), decode_scales<KSTEP>(scales[0]), shift, a[(KSTEP) & 1][0]);  \
+    decode_word(word_of(codes[1], KSTEP), decode_scales<KSTEP>(scales[1]), shift, a[(KSTEP) & 1][1]);  \
+    wgmma_fence();                                                                              \
+    wgmma<N>(acc[0], a[(KSTEP) & 1][0], descriptor + 2 * (KSTEP));                              \
+    wgmma<N>(acc[1], a[(KSTEP) & 1][1], descriptor + 2 * (KSTEP));                              \
+    wgmma_commit();                                                                             \
+    wgmma_wait<1>();                                                                            \
+  }
+    QUADS_STEP(0)
+    if (previous >= 0 && thread == 0) mbar_arrive(bar.empty + 8 * previous);
+    QUADS_STEP(1)
+    QUADS_STEP(2)
+    QUADS_STEP(3)
+#undef QUADS_STEP
+    previous = ring.slot;
+    ring.next(l.stages);
+  }
+  wgmma_wait<0>();
+  if (thread == 0) mbar_arrive(bar.empty + 8 * previous);
+
+  // Tokens 8 j .. 8 j + 7 are finished by K group j % KG, summed in the order of the K groups.
+  if (KG > 1) {
+    float4* reduce = reinterpret_cast<float4*>(smem + l.reduce_offset) + rg * (KG - 1) * (N / 8) * 256 + thread;
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j) {
+      const int owner = j % KG;
+      if (kg == owner) continue;
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        reduce[((j * (KG - 1) + (kg < owner ? kg : kg - 1)) * 2 + i) * 128] =
+            make_float4(acc[i][4 * j], acc[i][4 * j + 1], acc[i][4 * j + 2], acc[i][4 * j + 3]);
+    }
+    named_barrier(1 + rg, 128 * KG);
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j) {
+      if (kg != j % KG) continue;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int k = 0; k < KG; ++k) {
+          if (k == j % KG) {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) sum[r] += acc[i][4 * j + r];
+          } else {
+            const float4 v = reduce[((j * (KG - 1) + (k < j % KG ? k : k - 1)) * 2 + i) * 128];
+            sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+          }
+        }
+#pragma unroll
+        for (int r = 0; r < 4; ++r) acc[i][4 * j + r] = sum[r];
+      }
+    }
+  }
+
+  // Computed for every token of the tile, stored for those that exist: without branches the chains of all tokens overlap.
+  Out* const out = reinterpret_cast<Out*>(p.out) + channel;
+  const int count = channel < p.channels ? meta.segment.count : 0;
+  const float2 alpha[2] = {rows[0].alpha(meta.segment), rows[1].alpha(meta.segment)};
+#pragma unroll
+  for (int j = 0; j < N / 8; ++j) {
+    if (KG > 1 && kg != j % KG) continue;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int token = 8 * j + 2 * (lane & 3) + half;
+      const TokenMeta t = meta.tokens[token];
+      const float2 low = make_float2(alpha[0].x * t.decode, alpha[0].y * t.decode);
+      const float2 high = make_float2(alpha[1].x * t.decode, alpha[1].y * t.decode);
+      const float2 a = finish<EPILOGUE>(acc[0][4 * j + half], acc[0][4 * j + half + 2], low, rows[0].bias, t.router);
+      const float2 b = finish<EPILOGUE>(acc[1][4 * j + half], acc[1][4 * j + half + 2], high, rows[1].bias, t.router);
+      if (EPILOGUE == kSwiGlu) {
+        const float v[2] = {a.x, b.x};
+        if (token < count) store_adjacent<2>(out + t.row, v);
+      } else {
+        const float v[4] = {a.x, a.y, b.x, b.y};
+        if (token < count) store_adjacent<4>(out + t.row, v);
+      }
+    }
+  }
+}
+
+template <typename Shape, int EPILOGUE, typename Out>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    moe_wgmma_kernel(const GemmArgs p, const Shifts shift, const int early_weights) {
+  using UnitMeta = typename Shape::UnitMeta;
+  constexpr int kMaxStages = Shape::kMaxStages, kMetaBuffers = Shape::kMetaBuffers, kLag = Shape::kLag, KG = Shape::KG;
+  constexpr int kTiles = Shape::kTiles;
+  extern __shared__ char raw_smem[];
+  const uint32_t raw = smem_u32(raw_smem);
+  const uint32_t base = (raw + 1023u) & ~1023u;
+  char* smem = raw_smem + (base - raw);
+  const typename Shape::Layout l = Shape::layout(p.max_tokens);
+  const uint32_t barriers = base + l.barrier_offset;
+  const Barriers bar{barriers, barriers + 8 * kMaxStages, barriers + 16 * kMaxStages, barriers + 24 * kMaxStages,
+                     barriers + 24 * kMaxStages + 8 * kMetaBuffers};
+  UnitMeta* meta = reinterpret_cast<UnitMeta*>(smem + l.meta_offset);
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < l.stages; ++i) {
+      mbar_init(bar.weights + 8 * i, 1);
+      mbar_init(bar.operand + 8 * i, 128);
+      mbar_init(bar.empty + 8 * i, Shape::kConsumers);
+    }
+    for (int i = 0; i < kMetaBuffers; ++i) {
+      mbar_init(bar.meta_full + 8 * i, 128);
+      mbar_init(bar.meta_empty + 8 * i, Shape::kConsumers);
+    }
+    mbar_init_fence();
+  }
+  __syncthreads();
+
+  const int units_per_segment = (p.row_tiles + kTiles - 1) / kTiles;
+  const int steps = p.kblocks / KG;
+  int prefetched = 0;  // stages of the first unit whose weights are on their way already
+  if (early_weights != 0 && threadIdx.x == 0 && (int)blockIdx.x < num_segments(p) * units_per_segment) {
+    // Before the predecessor is complete: the segments were written by a kernel that the predecessor's predecessor has waited for
+    // (see quads_moe), and weights are constant.
+    typename Shape::Weights stream(p, expert_of(p, blockIdx.x / units_per_segment), blockIdx.x % units_per_segment * kTiles);
+    for (; prefetched < min(l.stages, steps); ++prefetched)
+      stream.next(base + l.weight_offset + prefetched * Shape::Weights::kBytes, bar.weights + 8 * prefetched);
+  }
+  grid_dependency_wait();
+  grid_dependency_launch();
+  const int units = num_segments(p) * units_per_segment;
+
+  if (threadIdx.x < 128) {  // producer warpgroup
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::kProducerRegisters));
+    constexpr int kRows = Shape::TOKENS / 16;  // of a thread
+    const int tid = threadIdx.x, chunk = tid % 8, first_row = tid / 8;
+    Ring ring;
+    int meta_slot = 0;
+    uint32_t meta_phase = 1;
+    uint32_t pending[kLag];  // slots whose cp.async groups are still in flight, oldest first
+    int in_flight = 0;
+#pragma unroll
+    for (int i = 0; i < kLag; ++i) pending[i] = 0;
+    for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+      const int index = unit / units_per_segment, tile = unit % units_per_segment * kTiles;
+      const Segment segment = segment_of(p, index);
+      typename Shape::Weights stream(p, segment.expert, tile);
+      int rows[kRows];  // operand offset of this thread's tokens in 16 bytes, -1 past the segment
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int token = first_row + 16 * i;
+        rows[i] = token < segment.count ? pair_of(p, segment.start + token) / p.row_divisor * (p.ldb / 8) + chunk : -1;
+      }
+      mbar_wait(bar.meta_empty + 8 * meta_slot, meta_phase);
+      if (tid < segment.count) meta[meta_slot].tokens[tid] = load_token(p, pair_of(p, segment.start + tid));
+      if (tid == 0) meta[meta_slot].segment = load_segment(p, segment);
+      mbar_arrive(bar.meta_full + 8 * meta_slot);
+      if (++meta_slot == kMetaBuffers) {
+        meta_slot = 0;
+        meta_phase ^= 1;
+      }
+      for (int it = 0; it < steps; ++it) {
+        mbar_wait(bar.empty + 8 * ring.slot, ring.phase ^ 1);
+        if (tid == 0) {
+          if (prefetched > 0) {
+            --prefetched;
+            if (prefetched == 0)
+              for (int i = 0; i <= it; ++i) stream.skip();
+          } else {
+            stream.next(base + l.weight_offset + ring.slot * Shape::Weights::kBytes, bar.weights + 8 * ring.slot);
+          }
+        }
+        const uint32_t target = base + ring.slot * l.operand_bytes + first_row * 128 + ((chunk ^ (first_row & 7)) * 16);
+        const __half* source = p.operand + it * (64 * KG);
+#pragma unroll
+        for (int kg = 0; kg < KG; ++kg)
+#pragma unroll
+          for (int i = 0; i < kRows; ++i)
+            if (rows[i] >= 0)
+              cp_async16(target + kg * (l.operand_bytes / KG) + i * 2048, source + (int64_t)rows[i] * 8 + kg * 64);
+        cp_async_commit();
+        if (in_flight == kLag) {
+          cp_async_wait<kLag>();
+          asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+          mbar_arrive(bar.operand + 8 * pending[0]);
+        } else {
+          ++in_flight;
+        }
+#pragma unroll
+        for (int i = 0; i + 1 < kLag; ++i) pending[i] = pending[i + 1];
+        pending[kLag - 1] = ring.slot;
+        ring.next(l.stages);
+      }
+    }
+    cp_async_wait<0>();
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < kLag; ++i)
+      if (i >= kLag - in_flight) mbar_arrive(bar.operand + 8 * pending[i]);
+    return;
+  }
+
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::kConsumerRegisters));
+  const int consumer = threadIdx.x / 128 - 1, rg = consumer % Shape::RG, kg = consumer / Shape::RG;
+  Ring ring;
+  int meta_slot = 0;
+  uint32_t meta_phase = 0;
+  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    const int tile = unit % units_per_segment * kTiles;
+    mbar_wait(bar.meta_full + 8 * meta_slot, meta_phase);
+#define QUADS_TOKENS(N) compute_unit<Shape, N, EPILOGUE, Out>(p, shift, l, bar, ring, smem, base, meta[meta_slot], tile, rg, kg)
+    const int tokens = meta[meta_slot].segment.count;
+    if constexpr (Shape::TOKENS == 128) {
+      switch ((tokens - 1) / 16) {
+        case 0:
+        case 1: QUADS_TOKENS(32); break;
+        case 2: QUADS_TOKENS(48); break;
+        case 3: QUADS_TOKENS(64); break;
+        case 4: QUADS_TOKENS(80); break;
+        case 5: QUADS_TOKENS(96); break;
+        case 6: QUADS_TOKENS(112); break;
+        default: QUADS_TOKENS(128); break;
+      }
+    } else {
+      switch ((tokens - 1) / 8) {
+        case 0: QUADS_TOKENS(8); break;
+        case 1: QUADS_TOKENS(16); break;
+        case 2: QUADS_TOKENS(24); break;
+        case 3: QUADS_TOKENS(32); break;
+        case 4:
+        case 5: QUADS_TOKENS(48); break;
+        default: QUADS_TOKENS(64); break;
+      }
+    }
+#undef QUADS_TOKENS
+    named_barrier(1 + rg, 128 * KG);
+    if (threadIdx.x % 128 == 0) mbar_arrive(bar.meta_empty + 8 * meta_slot);
+    if (++meta_slot == kMetaBuffers) {
+      meta_slot = 0;
+      meta_phase ^= 1;
+    }
+  }
+}
+
+template <typename Shape, int EPILOGUE, typename Out>
+int launch_wgmma(const GemmArgs& p, int early_weights, cudaStream_t stream) {
+  const typename Shape::Layout l = Shape::layout(p.max_tokens);
+  if (p.max_tokens > Shape::TOKENS || p.max_tokens % 8 != 0 || p.row_tiles % 2 != 0 || p.kblocks % Shape::KG != 0 ||
+      l.stages < Shape::kMinStages)
+    return cudaErrorInvalidValue;
+  constexpr auto kernel = moe_wgmma_kernel<Shape, EPILOGUE, Out>;
+  cudaError_t e = allow_shared_memory<kernel>(232448);
+  if (e != cudaSuccess) return e;
+  return launch(kernel, dim3(multiprocessors()), dim3(Shape::kThreads), l.total, stream, p, Shifts(), early_weights);
+}
+
+// out_dtype: 0 bfloat16, 1 float16, 2 float32. epilogue: 0 SwiGLU, 1 plain.
+template <typename Shape>
+int launch_wgmma(const GemmArgs& p, int epilogue, int out_dtype, int early_weights, cudaStream_t s) {
+  if (epilogue == kSwiGlu) {
+    if (out_dtype == 0) return launch_wgmma<Shape, kSwiGlu, __nv_bfloat16>(p, early_weights, s);
+    if (out_dtype == 1) return launch_wgmma<Shape, kSwiGlu, __half>(p, early_weights, s);
+  } else {
+    if (out_dtype == 0) return launch_wgmma<Shape, kPlain, __nv_bfloat16>(p, early_weights, s);
+    if (out_dtype == 1) return launch_wgmma<Shape, kPlain, __half>(p, early_weights, s);
+    if (out_dtype == 2) return launch_wgmma<Shape, kPlain, float>(p, early_weights, s);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace quads

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which GEMM kernel runs where: decided from shapes alone, without a look at the device's data.
+
+Three kernels multiply packed weights with 16-bit tokens (see csrc/):
+
+    decode    mma.sync, an expert's tokens stay in shared memory over the whole K: few tokens times K
+    batch     wgmma, four warpgroups decode, tokens streamed along K: up to 64 tokens of an expert, any K
+    prefill   wgmma, two warpgroups with large accumulators: up to 128 tokens of an expert, any K
+
+Both GEMMs of a layer share one list of segments (an expert's tokens, cut into equal parts of at most `capacity`).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_quads.kernels.layout import padded_k, padded_rows
+from vllm_quads.nvfp4.errors import FormatError
+
+
+class Gemm(enum.Enum):
+    """A GEMM kernel."""
+
+    DECODE = "decode"
+    BATCH = "batch"
+    PREFILL = "prefill"
+
+
+@dataclass(frozen=True)
+class GemmChoice:
+    """A kernel and how many of its consumers share rows and split K (1, 2 or 4; 1 for `PREFILL`)."""
+
+    gemm: Gemm
+    k_groups: int = 1
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What runs a layer."""
+
+    first: GemmChoice
+    second: GemmChoice
+    capacity: int
+    """Most tokens of a segment, a multiple of 8."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What a plan depends on."""
+
+    tokens: int
+    top_k: int
+    local_experts: int
+    global_experts: int
+    hidden: int
+    intermediate: int
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What the kernels and the GPU allow."""
+
+    multiprocessors: int
+    decode_capacity: Callable[[int, int], int]
+    """(padded K, K groups) -> most tokens of a segment of the decode kernel, 0 if none fit."""
+    batch_capacity: Callable[[int], int]
+    """K groups -> most tokens of a segment of the batch kernel."""
+
+
+PREFILL_CAPACITY = 128
+"""Most tokens of a segment of the prefill kernel."""
+PREFILL_MEAN = 48.0
+"""Mean tokens per expert above which the prefill kernel runs."""
+DECODE_MEAN = 24.0
+"""Mean tokens per expert up to which the decode kernel runs where an expert's tokens fit."""
+SMALL_UNITS_PAIRS = 16
+"""Up to this many pairs the decode kernel takes units of 128 rows, else of 512."""
+SPLIT_COST = 0.06
+"""Relative cost of splitting K in two, in the batch kernel."""
+
+
+def plan_layer(
+    shape: LayerShape,
+    limits: DeviceLimits,
+    *,
+    gemms: tuple[Gemm | None, Gemm | None] = (None, None),
+    k_groups: tuple[int | None, int | None] = (None, None),
+    capacity: int | None = None,
+) -> LayerPlan:
+    """Kernels and segment capacity of one layer; `gemms`, `k_groups` and `capacity` override the built-in choice.
+
+    Raises FormatError if what is asked for does not fit into shared memory.
+    """
+    pairs = shape.tokens * shape.top_k
+    mean = pairs / shape.global_experts
+    # Room for all but a few percent of the experts under uniform routing; the others are computed in two parts.
+    wanted = capacity or _multiple_of_8(min(float(shape.tokens), mean + 2.0 * math.sqrt(mean)))
+    depths = (padded_k(shape.hidden), padded_k(shape.intermediate))
+    rows = (padded_rows(2 * shape.intermediate), padded_rows(shape.hidden))
+    choices, room = [], PREFILL_CAPACITY
+    for gemm, groups, k, n in zip(gemms, k_groups, depths, rows, strict=True):
+        small = groups or (4 if pairs <= SMALL_UNITS_PAIRS else 1)
+        fits = limits.decode_capacity(k, small)
+        if gemm is None:
+            if mean > PREFILL_MEAN:
+                gemm = Gemm.PREFILL
+            else:
+                gemm = Gemm.DECODE if mean <= DECODE_MEAN and fits >= min(wanted, 32) else Gemm.BATCH
+        if gemm is Gemm.DECODE:
+            choice, most = GemmChoice(gemm, small), fits
+        elif gemm is Gemm.BATCH:
+            choice = GemmChoice(gemm, groups or _batch_k_groups(shape, limits, pairs, n))
+            most = limits.batch_capacity(choice.k_groups)
+        else:
+            choice, most = GemmChoice(gemm), PREFILL_CAPACITY
+        if most < 8:
+            raise FormatError(f"{choice.gemm.value} GEMM: not even 8 tokens with K = {k} fit into shared memory")
+        choices.append(choice)
+        room = min(room, most)
+    if capacity is not None and capacity > room:
+        raise FormatError(f"capacity {capacity}: the chosen kernels have room for {room} tokens")
+    if all(c.gemm is Gemm.PREFILL for c in choices) and capacity is None:
+        wanted = PREFILL_CAPACITY
+    return LayerPlan(choices[0], choices[1], min(wanted, room))
+
+
+def _batch_k_groups(shape: LayerShape, limits: DeviceLimits, pairs: int, rows: int) -> int:
+    """K groups of the batch kernel: smaller units where they fill the multiprocessors better."""
+    hit = shape.local_experts * (1.0 - (1.0 - 1.0 / shape.global_experts) ** pairs)
+    best, cheapest = 1, math.inf
+    for groups in (1, 2, 4):
+        units = hit * -(-rows * groups // 512)
+        cost = math.ceil(units / limits.multiprocessors) / groups * (1.0 + SPLIT_COST * math.log2(groups))
+        if cost < cheapest:
+            best, cheapest = groups, cost
+    return best
+
+
+def _multiple_of_8(tokens: float) -> int:
+    return max(8, -(-math.ceil(tokens) // 8) * 8)
