@@ -200,8 +200,8 @@ def kept(device: str) -> None:
     """A kept quantization follows every change of its weight and of those that share the scale, and only changes."""
     if not KeptQuantization.available(torch.empty(0, device=device)):
         return  # the trainer keeps it another way where the kernels do not run
-    for dtype, dense in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)):
-        w, sibling = random_stack(8, 3, 8, 256).to(dtype), random_stack(9, 3, 4, 256).to(dtype)
+    for dtype, dense in ((torch.bfloat16, True), (torch.float32, False)):
+        w, sibling = random_stack(8, 2, 4, 128).to(dtype), random_stack(9, 2, 2, 128).to(dtype)
         sources = [w.to(device), sibling.to(device)]
         kept = KeptQuantization(sources[0], dense=dense)
 
@@ -220,7 +220,7 @@ def kept(device: str) -> None:
 
         kept.renew(sources)
         verify(kept, sources, None)
-        for source, index in ((0, (1, 2, 3)), (1, (0, 3, 255)), (0, (2, 7, 255))):
+        for source, index in ((0, (1, 2, 3)), (1, (0, 1, 127))):
             kept.renew_if_changed(sources)
             verify(kept, sources, 0)
             sources[source].data[index] *= -3.0  # one element, which no version counter sees
@@ -232,17 +232,17 @@ def kept(device: str) -> None:
 
 
 def kept_by_parts(device: str) -> None:
-    """A check of a part of the tiles notices a changed element within 16 turns, and a changed weight at once."""
+    """A check of a part of the tiles notices a changed element within 16 turns, and once only."""
     if not KeptQuantization.available(torch.empty(0, device=device)):
         return
-    w = random_stack(10, 2, 32, 512).bfloat16().to(device)
+    w = random_stack(10, 2, 32, 256).bfloat16().to(device)
     kept = KeptQuantization(w, dense=True)
     kept.renew([w])
-    for element in (0, 9000, 32767):
+    for element in (0, 16383):
         w.view(-1).data[element] += 4.0
         stale = []
         for _ in range(16):
-            kept._check([w], None, *kept._next_part(0))
+            kept._check([w], None, *kept._next_part(1 << 30))
             stale.append(int(kept._stale))
         assert sum(stale) == 1, stale
         same(kept.values, fake_quantize_weight(w.cpu()), "values")

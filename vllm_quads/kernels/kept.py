@@ -63,7 +63,7 @@ class KeptQuantization:
 
     def _next_part(self, elements: int) -> tuple[int, int]:
         """Classes first <= c < last that are checked next in a weight with this many elements."""
-        if 0 < elements < _SMALL:
+        if elements < _SMALL:
             return 0, _CLASSES
         turn, self._turn = self._turn, (self._turn + 1) % _CLASSES
         return turn, turn + 1

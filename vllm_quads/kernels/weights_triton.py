@@ -227,7 +227,7 @@ def checksum_kernel(
     j = tl.arange(0, 8)[None, :]
     lane = tl.arange(0, BLOCKS)
     best = tl.zeros((BLOCKS, 8), tl.int32)
-    position = (lane[:, None] * 8 + j) * 0x2545F491 + salt
+    origin = matrix * 0x05EBCA6B + salt
     tiles = _tiles(blocks, guard, BLOCKS, GUARDED)
     for c in range(first, last):
         total = tl.zeros((BLOCKS, 8), tl.int64)
@@ -235,7 +235,8 @@ def checksum_kernel(
             block = tile * BLOCKS + lane
             at = _place(block, per_row, x_row, 8, FLAT)[:, None] + j
             words = tl.load(x + at, mask=(block < blocks)[:, None], other=0)
-            weight = (position ^ ((tile * 0x1E3779B1 + matrix * 0x05EBCA6B) << 1)) | 1
+            weight = (block[:, None] * 8 + j) * 0x2545F491 + origin
+            weight = (weight ^ (weight >> 15)) | 1
             total += words.to(tl.int64) * weight.to(tl.int64)
             if AMAX:
                 best = tl.maximum(best, _word_amax(words, DTYPE))
