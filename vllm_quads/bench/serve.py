@@ -31,6 +31,7 @@ ROUTINGS = {
 }
 WEIGHTS = {"dummy": "vLLM's dummy loader", "random": "N(0, 0.02²), generated while loading"}
 UTILIZATION = 0.9
+WORKER = ("-m", "vllm_quads.bench.serve_worker")
 Progress = Callable[[int, int, str], None]
 
 
@@ -292,7 +293,7 @@ def _worker(engine: Engine, options: ServeOptions, directory: Path) -> Iterator[
         variables["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = "uniform_random"
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_quads.bench.serve_worker", str(request)],
+            [sys.executable, *WORKER, str(request)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
@@ -161,6 +162,48 @@ def serve(
             results = [run_serve(options, update)]
             _save(results, out)
         _report(results, out, as_json)
+
+
+@app.command(epilog=EXIT_CODES)
+def logprobs(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="BF16 checkpoint directory, the same on both machines.")
+    ],
+    record: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Sample and decode here, and write what to compare with.")
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Decode the tokens recorded elsewhere, and compare.")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of the package to record.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer to record.")] = 32,
+    out: Out = _OUT,
+    as_json: Json = False,
+) -> None:
+    """Log-probs on two machines, such as a CPU and a GPU: BF16, W4A4 and W4A4 with the residual, on the same tokens.
+
+    First with --record on one machine, then with --against on the other. What BF16 shows is the drift of the engine.
+    """
+    with reporting(as_json):
+        if (record is None) == (against is None):
+            raise typer.BadParameter("give either --record or --against")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        with stdout_to_stderr(), progress("logprobs") as update:
+            from vllm_quads.bench import logprobs as bench
+
+            if record is not None:
+                found = bench.record(model, bench.package_prompts(model, prompts), max_tokens, update)
+                found.save(record)
+            elif against is not None:
+                results = [bench.run_logprobs(model, bench.Recording.load(against), update)]
+                _save(results, out)
+        if record is None:
+            _report(results, out, as_json)
+        elif as_json:
+            print_json({"ok": True, "tokens": sum(map(len, found.tokens)), "files": [str(record)]})
+        else:
+            typer.echo(f"{sum(map(len, found.tokens))} tokens\nwritten: {record}")
 
 
 @app.command(epilog=EXIT_CODES)

@@ -1,0 +1,504 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quads bench` without a GPU: shapes, floors, results, tables, plots, refusals, and what its error check compares."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from vllm_quads.bench import SHAPES, MissingEnvironment, MoEShape, Result, Series, environment, floors, shape_named
+from vllm_quads.bench import serve as serving
+from vllm_quads.bench.engines import ENGINES, MODELOPT_NVFP4, engine_named, kv_bytes_per_token, model_config
+from vllm_quads.bench.layers import DEFAULT, PLAIN, QUARTER, RandomLayer, relative_error, uniform_inputs
+from vllm_quads.bench.plot import plot
+from vllm_quads.bench.random_weights import random_checkpoint
+from vllm_quads.bench.result import ratios
+from vllm_quads.bench.tables import markdown, rac_cost, speedups
+from vllm_quads.cli.app import app
+from vllm_quads.nvfp4 import PackedTensor, QuadsError
+
+RUNNER = CliRunner()
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
+
+
+# --- shapes and floors ------------------------------------------------------------------------------------------------
+
+
+def test_named_shapes_are_those_of_the_models() -> None:
+    """Each name stands for the published layer; DeepSeek's is the slice of one of eight expert-parallel ranks."""
+    numbers = {n: (s.experts, s.top_k, s.hidden, s.intermediate) for n, s in SHAPES.items()}
+    assert numbers == {
+        "qwen3-30b-a3b": (128, 8, 2048, 768),
+        "deepseek-v3-ep8": (256 // 8, 8, 7168, 2048),
+        "mixtral-8x7b": (8, 2, 4096, 14336),
+    }
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [({"experts": 0}, "--experts"), ({"hidden": 100}, "--hidden"), ({"top_k": 9}, "--top-k")],
+)
+def test_impossible_shapes_are_refused(wrong: dict[str, int], named: str) -> None:
+    """A shape that no kernel can run names the option that is wrong."""
+    numbers = {"experts": 8, "top_k": 2, "hidden": 64, "intermediate": 32} | wrong
+    with pytest.raises(QuadsError, match=named):
+        MoEShape("mine", **numbers)
+    with pytest.raises(QuadsError, match="qwen3-30b-a3b"):
+        shape_named("qwen")
+
+
+def test_floors_of_the_qwen_layer() -> None:
+    """Bytes and FLOPs of the Qwen3 layer: 79 µs for all experts at 4.3 TB/s, 391 µs of 4096 tokens at 790 TFLOP/s."""
+    qwen = shape_named("qwen3-30b-a3b")
+    assert floors.weight_bytes_us(qwen, 128, floors.NVFP4_BITS, 4.3e12) == pytest.approx(79.0, abs=0.1)
+    assert floors.weight_bytes_us(qwen, 128, 8, 4.3e12) == pytest.approx(79.0 * 8 / 4.5, abs=0.2)
+    assert floors.flops_us(qwen, 4096, 790e12) == pytest.approx(391, abs=1)
+    assert floors.quantize_bytes(4096, 2048) == pytest.approx(33.6e6, rel=0.01)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64])
+def test_expected_experts_hit_is_what_uniform_inputs_hit(tokens: int) -> None:
+    """The formula for distinct experts agrees with the benchmark's own routing, which has no expert twice in a row."""
+    shape = MoEShape("t", 32, 4, 16, 16)
+    ids = [uniform_inputs(shape, tokens, seed, "cpu")[2] for seed in range(40)]
+    assert all(len(set(row)) == 4 for row in ids[0].tolist())
+    mean = sum(i.unique().numel() for i in ids) / len(ids)
+    assert mean == pytest.approx(floors.expected_hit(32, 4, tokens), rel=0.05)
+
+
+# --- the error check --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", [PLAIN, QUARTER, DEFAULT], ids=lambda v: v.name)
+def test_the_reference_is_the_layer_of_the_contract(variant: Any) -> None:
+    """What kernels are held against equals the torch reference of the contract to the rounding of outputs to BF16."""
+    from vllm_quads.compensation.experts import experts_forward, prepare_experts
+    from vllm_quads.compensation.state import SiteState
+    from vllm_quads.nvfp4 import Contract
+
+    layer = RandomLayer(MoEShape("t", 6, 2, 64, 96), 0, "cpu")
+    x, weights, ids = uniform_inputs(layer.shape, 24, 1, "cpu")
+    c = layer.compensation(variant)
+    center = torch.zeros(64) if c.center13 is None else c.center13
+
+    def blocks(mask: torch.Tensor | None, groups: int, k: int) -> torch.Tensor:
+        return torch.zeros(groups, k // 16, dtype=torch.bool) if mask is None else mask
+
+    codes13, scales13, decode13, codes2, scales2, decode2 = layer.packed
+    sites = (
+        SiteState(center, blocks(c.mask13, 1, 64)),
+        SiteState(torch.zeros(96), blocks(c.mask2, 6, 96)),
+    )
+    contract = Contract().merged(
+        {
+            "activation": {
+                "block_scale_rule": "four_over_six" if variant.four_over_six else "max_to_six",
+                "centering": "median" if variant.centering else "none",
+            },
+            "compensation": {"form": {0.0: "none", 1.0: "rows"}.get(variant.ratio, "blocks")},
+        }
+    )
+    prepared = prepare_experts((codes13, scales13, decode13), (codes2, scales2, decode2), *sites)
+    want = experts_forward(
+        x, prepared, weights, ids, contract, w13_site=sites[0], g13=None, g2=None,
+        decode=torch.ones(24, dtype=torch.bool), w13_statistics=None, w2_statistics=None,
+    )  # fmt: skip
+    if c.bias13 is not None:  # the benchmark's bias is random; the contract's is the product with the centre
+        w13 = torch.stack([PackedTensor(codes13[e], scales13[e], torch.ones(())).scaled() for e in range(6)])
+        c = replace(c, bias13=(w13 @ center) * decode13.repeat_interleave(96, dim=1))
+    assert relative_error(layer.reference((x, weights, ids), variant, c), want.double()) < 6e-3
+
+
+def test_block_sets_have_the_size_of_a_contract() -> None:
+    """A quarter of the blocks means a quarter in every expert, not on average."""
+    c = RandomLayer(MoEShape("t", 6, 2, 512, 128), 0, "cpu").compensation(QUARTER)
+    assert c.mask13 is not None
+    assert c.mask2 is not None
+    assert c.mask13.sum(1).tolist() == [8]
+    assert c.mask2.sum(1).tolist() == [2] * 6
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+VALUES = st.dictionaries(st.integers(1, 10**6), st.floats(1e-6, 1e9, allow_nan=False).map(lambda v: float(f"{v:.6g}")))
+
+
+@settings(max_examples=30, deadline=None)
+@given(first=VALUES, second=VALUES, facts=st.dictionaries(st.text(max_size=8), st.floats(1, 1e13)))
+def test_results_survive_json(first: dict[int, float], second: dict[int, float], facts: dict[str, float]) -> None:
+    """A result is the same after to_dict, JSON text and from_dict."""
+    series = (Series("a", "quads", "us", first, "note"), Series("b", "peer", "us", second))
+    result = Result("moe", "T", "tokens", series, {"card": "X"}, {"name": "n"}, facts, {"a": {"k": 1}}, {"c": "why"})
+    assert Result.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"schema": 0}, "schema"),
+        ({"bench": "other"}, "bench"),
+        ({"series": [{"name": "a"}]}, "damaged"),
+        ({"series": [{"name": "a", "role": "mine", "unit": "us", "values": {}}]}, "role"),
+        ({"surplus": 1}, "damaged"),
+    ],
+)
+def test_damaged_results_are_refused(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """A file that is no result of this schema says so instead of giving a wrong table."""
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps(moe_result().to_dict() | change))
+    with pytest.raises(QuadsError, match=says):
+        Result.load(file)
+    assert RUNNER.invoke(app, ["bench", "show", str(file)]).exit_code == 1
+
+
+def moe_result() -> Result:
+    """A small result of each kind of series."""
+    series = (
+        Series("QUADS 4/6 + centring, no RAC", "quads", "us", {1: 20.0, 64: 100.0}),
+        Series("QUADS 4/6 + centring, RAC 25 %", "quads", "us", {1: 20.5, 64: 102.0}),
+        Series("QUADS 4/6 + centring, RAC 100 % (default contract)", "quads", "us", {1: 21.0, 64: 104.0}),
+        Series("FP8 128x128 block", "peer", "us", {1: 28.0, 64: 166.4}),
+        Series("floor: NVFP4 bytes", "floor", "us", {1: 5.0, 64: 78.0}),
+        Series("error against FP64", "check", "relative error", {64: 2.5e-3}),
+    )
+    return Result(
+        "moe",
+        "One MoE layer, qwen3-30b-a3b",
+        "tokens",
+        series,
+        {"date": "2026-01-02T03:04:05", "card": "NVIDIA H200", "driver": "580", "torch": "2.11"},
+        {"name": "qwen3-30b-a3b"},
+        {"copy bandwidth, bytes/s": 4.25e12},
+        missing={"BF16": "ImportError: moved"},
+    )
+
+
+def serve_result() -> Result:
+    """Two engines with memory."""
+    base, own = ENGINES["fp8-block"].label, ENGINES["quads"].label
+    series = (
+        Series(base, "peer", "tokens/s", {16: 1754.0, 64: 5259.0, 256: 14687.0}),
+        Series(own, "quads", "tokens/s", {16: 2180.0, 64: 6869.0, 256: 17285.0}),
+    )
+    details = {own: {"weights_gib": 17.1, "kv_left_gib": 100.5, "kv_left_tokens": 1_097_000}}
+    return Result("serve", "T", "sequences", series, {"card": "X"}, {"name": "n", "baseline": base}, details=details)
+
+
+def test_tables_hold_the_ratios() -> None:
+    """The moe table has speed-ups over each peer, the share of the floor and RAC's cost; the serve table ratios."""
+    text = markdown(moe_result())
+    assert "| FP8 128x128 block / default contract | 1.33× | 1.60× |" in text
+    assert "| NVFP4 byte floor / default contract | 24% | 75% |" in text
+    assert "| cost of RAC 25 % | +2.5 % | +2.0 % |" in text
+    assert "| error against FP64 | 2.50e-03 |" in text
+    assert "BF16 (ImportError: moved)" in text
+    assert rac_cost(moe_result())["RAC 100 %"][64] == pytest.approx(4.0)
+    assert speedups(moe_result())["FP8 128x128 block"][1] == pytest.approx(28 / 21)
+    served = markdown(serve_result())
+    assert "| 2180 (1.24×) | 6869 (1.31×) | 17285 (1.18×) |" in served
+    assert "| 17.1 | 100.5 | 1097000 |" in served
+
+
+def test_ratios_take_common_points_only() -> None:
+    """A kernel that could not run at some size has no ratio there."""
+    assert ratios(Series("a", "peer", "us", {1: 2.0, 4: 8.0}), Series("b", "quads", "us", {4: 4.0, 9: 1.0})) == {4: 2.0}
+
+
+def quantize_result() -> Result:
+    """One kernel with its share of the bandwidth."""
+    series = (
+        Series("merged", "quads", "us", {64: 4.0, 4096: 12.0}),
+        Series("floor: 16 bits in and out", "floor", "us", {64: 0.1, 4096: 7.9}),
+        Series("share of copy bandwidth: merged", "check", "share", {64: 0.03, 4096: 0.66}),
+    )
+    return Result("quantize", "Q", "rows", series, {"card": "X"}, {"name": "k2048"})
+
+
+def logprobs_result() -> Result:
+    """Drift of two arms."""
+    series = (
+        Series("BF16, here against there", "peer", "nats", {0: 0.001, 1: 0.01, 2: 0.1, 3: 0.2}),
+        Series("W4A4, here against there", "quads", "nats", {0: 0.002, 1: 0.02, 2: 0.2, 3: 0.4}),
+    )
+    return Result("logprobs", "L", "column", series, {"card": "X"}, {"name": "m", "columns": ["KL", "a", "b", "c"]})
+
+
+@pytest.mark.parametrize("make", [moe_result, serve_result, quantize_result, logprobs_result])
+def test_stored_results_can_be_shown_and_drawn(make: Any, tmp_path: Path) -> None:
+    """`quads bench show` prints the table of a stored result and draws its plot on a machine without a GPU."""
+    file = make().save(tmp_path / "r.json")
+    done = RUNNER.invoke(app, ["bench", "show", str(file), "--out", str(tmp_path / "plots")])
+    assert done.exit_code == 0, done.stderr
+    assert markdown(make()).splitlines()[2] in done.stdout
+    assert (tmp_path / "plots" / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_needs_no_baseline(tmp_path: Path) -> None:
+    """Without peers there is nothing to divide by; the plot is drawn all the same."""
+    result = moe_result()
+    alone = replace(result, series=tuple(s for s in result.series if s.role == "quads"))
+    assert plot(alone, tmp_path / "a.png").is_file()
+    assert "FP8" not in markdown(alone)
+
+
+def test_results_in_the_repository_can_be_read() -> None:
+    """Every stored result of this schema has date, card, driver, versions and command, and gives a table."""
+    folder = Path(__file__).parents[1] / "benchmarks" / "results"
+    stored = [p for p in folder.glob("*.json") if "schema" in json.loads(p.read_text())]
+    for path in stored:
+        result = Result.load(path)
+        missing = {"date", "card", "driver", "torch", "vllm-quads", "command"} - set(result.environment)
+        assert not missing, (path.name, missing)
+        assert markdown(result)
+        assert path.with_suffix(".png").is_file(), path.name
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@NO_GPU
+@pytest.mark.parametrize("command", ["moe", "quantize", "serve"])
+def test_no_gpu_is_a_clear_refusal(command: str, tmp_path: Path) -> None:
+    """Exit code 3 and a line that says what is missing, in text and in JSON; nothing is written."""
+    done = RUNNER.invoke(app, ["bench", command, "--json", "--out", str(tmp_path / "out")])
+    assert done.exit_code == 3
+    assert "a CUDA GPU" in done.stderr
+    answer = json.loads(done.stdout)
+    assert not answer["ok"]
+    assert answer["error"]["type"] == "MissingEnvironment"
+    assert not (tmp_path / "out").exists()
+
+
+def test_refusals_name_everything_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An Ampere card without vLLM: both are named at once."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA A100")
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "vllm" else found(n, *a))
+    with pytest.raises(MissingEnvironment, match=r"sm_90 GPU.*A100 is sm_80.*vLLM"):
+        environment.require()
+    environment.require(hopper=False, vllm=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["moe", "--tokens", "1,x"], "--tokens"),
+        (["moe", "--tokens", "0"], "--tokens"),
+        (["moe", "--experts", "8", "--top-k", "2"], "--hidden, --intermediate"),
+        (["quantize", "--rows", ","], "--rows"),
+        (["logprobs", "m"], "--record"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], says: str) -> None:
+    """Exit code 2, naming the option."""
+    done = RUNNER.invoke(app, ["bench", *arguments])
+    assert done.exit_code == 2, done.stdout
+    assert says in " ".join(done.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["moe", "--shape", "qwen"], "mixtral-8x7b"),
+        (["quantize", "--channels", "100"], "--channels"),
+        (["serve", "--engines", "fp9"], "fp8-block"),
+        (["serve", "--engines", "quads,quads"], "once"),
+        (["serve", "--routing", "model", "--weights", "dummy"], "--weights random"),
+        (["show", "nothing.json"], "nothing.json"),
+    ],
+)
+def test_impossible_wishes(arguments: list[str], says: str) -> None:
+    """Exit code 1 and one line that says what to ask for instead, also where there is no GPU."""
+    done = RUNNER.invoke(app, ["bench", *arguments])
+    assert done.exit_code == 1, done.stdout
+    assert says in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("moe", ["--shape", "--experts", "--tokens", "--no-peers", "--no-check", "--repeats", "--out", "--json"]),
+        ("quantize", ["--rows", "--channels", "--repeats", "--out", "--json"]),
+        ("serve", ["--engines", "--sequences", "--layers", "--routing", "--weights", "--together", "--kv-gib"]),
+        ("logprobs", ["--record", "--against", "--prompts", "--max-tokens"]),
+        ("show", ["--out", "--json"]),
+    ],
+)
+def test_help_texts_are_complete(command: str, options: list[str]) -> None:
+    """Each command's help has its options and the exit codes."""
+    text = RUNNER.invoke(app, ["bench", command, "--help"], env={"COLUMNS": "200"}).stdout
+    assert not [o for o in options if o not in text]
+    assert "Exit codes" in text
+
+
+def test_results_say_where_they_come_from() -> None:
+    """Date, card, versions, digest of the CUDA sources and command line; no directory of this machine."""
+    found = environment.describe()
+    assert {"date", "card", "python", "torch", "vllm-quads", "kernels", "command"} <= set(found)
+    assert not [v for v in found.values() if str(Path.home()) in v or str(Path(__file__).parents[1]) in v]
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+def test_engines_differ_in_their_quantization_only() -> None:
+    """Same model, limits and CUDA graphs for every engine; QUADS starts as users start it."""
+    configs = {n: model_config(e, 4) for n, e in ENGINES.items()}
+    for config in configs.values():
+        assert {k: v for k, v in config.items() if k != "quantization_config"} == configs["bf16"]
+    assert engine_named("quads").arguments == {"quantization": "quads"}
+    kept = configs["fp8-block"]["quantization_config"]["modules_to_not_convert"]
+    assert kept == ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in range(4))]
+    assert configs["marlin"]["quantization_config"] == MODELOPT_NVFP4
+    options = serving.engine_options(serving.ServeOptions(sequences=(4, 32)))
+    assert options["compilation_config"] == {"cudagraph_capture_sizes": [1, 4, 8, 32]}
+    assert options["max_num_seqs"] == 32
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8-block", "nvfp4"])
+def test_random_checkpoints_are_checkpoints(form: str) -> None:
+    """Names and shapes are those of Qwen3-MoE; every form decodes to the same weights of realistic scale."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=128,
+        moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2, vocab_size=300, tie_word_embeddings=False,
+    )  # fmt: skip
+    plain = dict(random_checkpoint(config, "bf16", "cpu"))
+    made = dict(random_checkpoint(config, form, "cpu"))
+    assert list(plain) == [n for n in made if n.endswith(".weight")]
+    if form == "bf16":
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        dense = {n: tuple(p.shape) for n, p in model.named_parameters() if ".experts." not in n}
+        assert {n: tuple(t.shape) for n, t in plain.items() if ".experts." not in n} == dense
+        experts = [n for n in plain if ".experts." in n]
+        assert len(experts) == 2 * 4 * 3
+        assert 0.019 < float(plain["lm_head.weight"].float().std()) < 0.021
+        assert not torch.equal(plain[experts[0]], plain[experts[3]])
+        return
+    for name, weight in plain.items():
+        got = made[name]
+        if got.dtype == weight.dtype:
+            assert torch.equal(got, weight)
+            assert "_proj" not in name
+            continue
+        stem = name.removesuffix(".weight")
+        if form == "fp8-block":
+            scale = made[f"{stem}.weight_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+            decoded, tolerance = got.float() * scale, 0.04
+        else:
+            packed = PackedTensor(got, made[f"{stem}.weight_scale"], made[f"{stem}.weight_scale_2"])
+            decoded, tolerance = packed.dequantize(), 0.15
+        assert relative_error(decoded, weight.double()) < tolerance, name
+
+
+FAKE_WORKER = """
+import json, sys
+request = json.load(open(sys.argv[1]))
+name = request["arguments"].get("quantization") or request["form"]
+def answer(**m): print(json.dumps(m), flush=True)
+print("Using 'MARLIN' NvFp4 MoE backend", file=sys.stderr)
+if name == "nvfp4":
+    answer(event="failed", error="ValueError: no such kernel"); sys.exit(1)
+answer(event="ready", start_s=1.0)
+for line in sys.stdin:
+    m = json.loads(line)
+    if m.get("event") == "memory":
+        answer(event="memory", weights_gib=17.0, kv_cache_tokens=100_000, reserved_gib=40.0, card_gib=140.0)
+    elif name == "fp8-block" and m["sequences"] == 64:
+        print("RuntimeError: out of memory", file=sys.stderr); sys.exit(7)
+    else:
+        answer(event="done", seconds=1.0 if name == "quads" else 2.0)
+"""
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_one_engine_s_failure_costs_no_other_its_numbers(
+    together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines that do not start or die are reported with the reason; the others are measured, and memory is left."""
+    fake = tmp_path / "worker.py"
+    fake.write_text(FAKE_WORKER)
+    monkeypatch.setattr(serving, "WORKER", (str(fake),))
+    monkeypatch.setattr(environment, "require", lambda **_: None)
+    steps: list[tuple[int, int]] = []
+    options = serving.ServeOptions(layers=4, repeats=2, sequences=(16, 64), together=together)
+    result = serving.run_serve(options, lambda done, total, _: steps.append((done, total)))
+    assert result.missing["marlin"] == "ValueError: no such kernel"
+    assert "code 7: RuntimeError: out of memory" in result.missing["fp8-block"]
+    quads, bf16 = result.get(ENGINES["quads"].label), result.get(ENGINES["bf16"].label)
+    assert quads is not None
+    assert bf16 is not None
+    assert quads.values == {16: 16 * 256.0, 64: 64 * 256.0}
+    assert bf16.values == {16: 16 * 128.0, 64: 64 * 128.0}
+    assert result.get(ENGINES["fp8-block"].label).values == {16: 16 * 128.0}  # type: ignore[union-attr]
+    memory = result.details[ENGINES["quads"].label]
+    cache = 100_000 * kv_bytes_per_token(4) / 2**30
+    assert memory["kv_left_gib"] == pytest.approx(0.9 * 140 - (40 - cache), abs=0.01)
+    assert memory["kernels"] == ["Using 'MARLIN' NvFp4 MoE backend"]
+    assert all(d <= t for d, t in steps)
+    assert Result.from_dict(json.loads(json.dumps(result.to_dict()))).xs() == [16, 64]
+
+
+def test_no_engine_at_all_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run without a single number is no result."""
+    fake = tmp_path / "worker.py"
+    fake.write_text("import sys; sys.exit('ImportError: no vllm')")
+    monkeypatch.setattr(serving, "WORKER", (str(fake),))
+    monkeypatch.setattr(environment, "require", lambda **_: None)
+    with pytest.raises(QuadsError, match="ImportError: no vllm"):
+        serving.run_serve(serving.ServeOptions(engines=("bf16",)))
+
+
+def test_the_cache_of_48_layers_takes_96_kib_a_token() -> None:
+    """Keys and values of 4 heads of 128 in BF16."""
+    assert kv_bytes_per_token(48) == 2 * 48 * 4 * 128 * 2 == 96 * 1024
+
+
+# --- log-probs --------------------------------------------------------------------------------------------------------
+
+
+def test_log_prob_differences_against_the_full_divergence(tmp_path: Path) -> None:
+    """Equal distributions differ by nothing; where all mass is recorded the KL is the exact one; files round-trip."""
+    from vllm_quads.bench.logprobs import BF16, ROWS, TOP, Recording, compare, differences
+
+    gen = torch.Generator().manual_seed(0)
+    rows = torch.log_softmax(torch.randn(40, TOP + 1, generator=gen) * 2, dim=1)
+    other = torch.log_softmax(rows + 0.1 * torch.randn(rows.shape, generator=gen), dim=1)
+    tokens = torch.randint(0, TOP + 1, (40, 1), generator=gen)
+    top = rows.topk(TOP, dim=1)
+    chosen = rows.gather(1, tokens)[:, 0]
+    same = differences(chosen, top.indices, top.values, chosen, rows)
+    assert max(same) < 1e-6
+    kl, mean, p99, largest = differences(chosen, top.indices, top.values, other.gather(1, tokens)[:, 0], other)
+    exact = (rows.double().exp() * (rows.double() - other.double())).sum(1).mean()
+    assert kl == pytest.approx(float(exact), rel=1e-4)
+    assert 0 < mean < p99 <= largest
+
+    recording = Recording(
+        [[1, 2]],
+        [tokens[:, 0].tolist()],
+        {BF16: chosen, ROWS: chosen},
+        dict.fromkeys((BF16, ROWS), top.indices.to(torch.int32)),
+        dict.fromkeys((BF16, ROWS), top.values),
+        {"card": "x86_64"},
+    )
+    back = Recording.load(recording.save(tmp_path / "r.safetensors"))
+    assert (back.prompts, back.tokens, back.environment) == (recording.prompts, recording.tokens, recording.environment)
+    result = compare(back, {BF16: rows, ROWS: other}, {"card": "H200"}, "m")
+    assert result.get(f"{BF16}, here against there").values[3] < 1e-6  # type: ignore[union-attr]
+    assert result.get(f"{ROWS}, here against there").values[0] == pytest.approx(kl)  # type: ignore[union-attr]
+    (tmp_path / "bad").write_bytes(b"nothing")
+    with pytest.raises(QuadsError, match="--record"):
+        Recording.load(tmp_path / "bad")
