@@ -34,7 +34,10 @@ class SiteStatistics:
         """Tokens (rows) seen by each group, [G]."""
         # One row more than the ring: rows that do not count go there, because a captured graph cannot skip them.
         self._rows = torch.zeros(ring_rows + 1, k, dtype=torch.bfloat16, device=device)
-        self._written = torch.zeros((), dtype=torch.int64, device=device)
+        self.written = torch.zeros((), dtype=torch.int64, device=device)
+        """Rows that were ever put into the ring."""
+        self.ticket = torch.zeros(1, dtype=torch.int32, device=device)
+        """Scratch of the kernel that gathers on Hopper; zero between launches."""
         self.ring = self._rows[:ring_rows]
         """The most recent input rows, before centring, [R, K]."""
 
@@ -59,13 +62,13 @@ class SiteStatistics:
             rows, counts = x[-size:].to(torch.bfloat16), finite[-size:]
             counts = counts & torch.isfinite(rows).all(dim=-1)
             nth = counts.cumsum(0)
-            slot = torch.where(counts, (self._written + nth - 1) % size, size)
+            slot = torch.where(counts, (self.written + nth - 1) % size, size)
             self._rows.index_copy_(0, slot, rows)
-            self._written.add_(counts.sum())
+            self.written.add_(counts.sum())
 
     def rows(self) -> Tensor:
         """The rows of the ring that were filled, bfloat16 [R, K]."""
-        return self.ring[: min(int(self._written), self.ring.shape[0])]
+        return self.ring[: min(int(self.written), self.ring.shape[0])]
 
     def center(self, kind: Centering) -> Tensor:
         """Centring vector float32 [K] from the ring; zeros if nothing was seen. Raises FormatError without a ring.
@@ -97,5 +100,5 @@ class SiteStatistics:
 
     def reset(self) -> None:
         """Forget everything, in place."""
-        for tensor in (self.energy, self.tokens, self._rows, self._written):
+        for tensor in (self.energy, self.tokens, self._rows, self.written, self.ticket):
             tensor.zero_()
