@@ -70,6 +70,15 @@ class AlignArgs(ctypes.Structure):
     ]  # fmt: skip
 
 
+class CastArgs(ctypes.Structure):
+    """Mirror of `CastArgs` in csrc/cast.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "group", "operand", "decode")),
+        *((name, ctypes.c_int) for name in ("rows", "k", "ldx", "ldm")),
+    ]
+
+
 class ArrangeArgs(ctypes.Structure):
     """Mirror of `ArrangeArgs` in csrc/arrange.cu."""
 
@@ -171,6 +180,7 @@ def library() -> ctypes.CDLL:
         pointer, pointer, pointer, integer, integer, integer, integer, ctypes.c_int64, integer, integer, pointer
     ]  # fmt: skip
     lib.quads_arrange.argtypes = [pointer, integer, pointer]
+    lib.quads_cast.argtypes = [pointer, integer, pointer]
     lib.quads_error_string.argtypes = [integer]
     lib.quads_error_string.restype = ctypes.c_char_p
     return lib

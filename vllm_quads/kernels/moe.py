@@ -16,7 +16,6 @@ FP32. Per-pair outputs are summed over top-k in FP32; with many pairs they are k
 from __future__ import annotations
 
 import ctypes
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -24,12 +23,19 @@ from torch import Tensor
 
 from vllm_quads.kernels import _native
 from vllm_quads.kernels._native import AlignArgs, GemmArgs, QuantizeArgs
+from vllm_quads.kernels.launch import (
+    DTYPES,
+    PLAIN,
+    SWIGLU,
+    Operand,
+    cast_rows,
+    device_limits,
+    launch_gemm,
+)
 from vllm_quads.kernels.layout import K_BLOCK, arrange_into, arranged_shape, padded_k, unarrange
-from vllm_quads.kernels.plan import DeviceLimits, Gemm, GemmChoice, LayerShape, plan_layer
+from vllm_quads.kernels.plan import Gemm, LayerShape, plan_layer
 from vllm_quads.nvfp4.errors import FormatError
-
-_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_SWIGLU, _PLAIN = 0, 1
+from vllm_quads.nvfp4.formats import BLOCK_SIZE
 
 
 @dataclass(frozen=True)
@@ -169,6 +175,8 @@ def quads_moe(
     g13: Tensor | None = None,
     g2: Tensor | None = None,
     expert_map: Tensor | None = None,
+    quantized: bool = True,
+    router_on_input: bool = False,
     out: Tensor | None = None,
     tuning: Tuning = DEFAULT_TUNING,
 ) -> Tensor:
@@ -176,11 +184,17 @@ def quads_moe(
 
     x: bfloat16 or float16 [M, H], rows contiguous; topk_weights: float32 [M, k]; topk_ids: int32 or int64 [M, k],
     global expert ids, those outside 0..global-1 contribute nothing; expert_map: int32 [global experts], local expert or
-    -1. g13 (float32 scalar) and g2 (float32 [E]) are static encode global scales, None means one per token. Capturable
-    in a CUDA graph; tensors of `compensation`, g13 and g2 are read at replay.
+    -1. g13 (float32 scalar) and g2 (float32 [E]) are static encode global scales, None means one per token.
+    `quantized=False` leaves activations in 16 bits (W4A16; of `compensation` nothing may be set). `router_on_input`
+    multiplies x by the router weight, rounded to x's dtype, instead of the output (Llama 4; top-1 only, as one token
+    has one operand). Capturable in a CUDA graph; tensors of `compensation`, g13 and g2 are read at replay.
     """
     _check(x, prepared, topk_weights, topk_ids, expert_map)
     tokens, top_k = topk_ids.shape
+    if router_on_input:
+        if top_k != 1:
+            raise FormatError(f"router_on_input: needs one expert a token, topk_ids has {top_k}")
+        x = x * topk_weights.to(x.dtype)
     if out is None:
         out = torch.empty(tokens, prepared.hidden, dtype=x.dtype, device=x.device)
     if tokens == 0:
@@ -227,30 +241,22 @@ def quads_moe(
         histogram=histogram.data_ptr(),
         blocks=blocks,
     )
-    quantize1 = QuantizeArgs(
-        x=x.data_ptr(),
-        center=_native.pointer(c.center13),
-        g=_native.pointer(g13),
-        mask=_native.pointer(c.mask13),
-        full=_native.pointer(c.full),
-        merged=operand1.data_ptr(),
-        decode=decode.data_ptr(),
-        rows=tokens,
-        k=prepared.hidden,
-        ldx=x.stride(0),
-        ldm=k1,
-        full_divisor=1,
-        full_all=c.full_all,
-    )
-    dtype, four = _DTYPES[x.dtype], int(four_over_six)
+    dtype, four = DTYPES[x.dtype], int(four_over_six)
+    decode1, decode2 = decode[:tokens], decode[tokens:]
+    quantize1 = QuantizeArgs(rows=0, k=BLOCK_SIZE)
+    if quantized:
+        how = Operand(center=c.center13, g=g13, mask=c.mask13, full=c.full, full_all=c.full_all)
+        quantize1 = how.args(x, operand1, decode1)
     _native.check(
         lib.quads_prologue(ctypes.byref(align), ctypes.byref(quantize1), dtype, four, stream),
         "grouping and quantization",
     )
+    if not quantized:
+        cast_rows(x, operand1, decode1)
     gemm = GemmArgs(
         weights=prepared.w13.data_ptr(),
         operand=operand1.data_ptr(),
-        decode=decode.data_ptr(),
+        decode=decode1.data_ptr(),
         alpha=prepared.w13_decode.data_ptr(),
         bias=_native.pointer(c.bias13),
         segments=segments.data_ptr(),
@@ -266,29 +272,18 @@ def quads_moe(
         bias_stride=2 * prepared.intermediate,
         max_tokens=capacity,
     )
-    launch_gemm(gemm, _SWIGLU, dtype, plan.first, False, stream)
-    quantize2 = QuantizeArgs(
-        x=h.data_ptr(),
-        g=_native.pointer(g2),
-        mask=_native.pointer(c.mask2),
-        full=_native.pointer(c.full),
-        group=pair_expert.data_ptr(),
-        merged=operand2.data_ptr(),
-        decode=decode.data_ptr() + 4 * tokens,
-        rows=pairs,
-        k=prepared.intermediate,
-        ldx=prepared.intermediate,
-        ldm=k2,
-        full_divisor=top_k,
-        full_all=c.full_all,
-    )
-    _native.check(lib.quads_quantize(ctypes.byref(quantize2), dtype, four, 0, stream), "quantization of w2's input")
+    launch_gemm(gemm, SWIGLU, dtype, plan.first, False)
+    if quantized:
+        how = Operand(g=g2, mask=c.mask2, full=c.full, full_all=c.full_all, full_divisor=top_k, group=pair_expert)
+        how.quantize(h, operand2, decode2, four_over_six)
+    else:
+        cast_rows(h, operand2, decode2, pair_expert)
     gemm.weights = prepared.w2.data_ptr()
     gemm.operand = operand2.data_ptr()
-    gemm.decode = decode.data_ptr() + 4 * tokens
+    gemm.decode = decode2.data_ptr()
     gemm.alpha = prepared.w2_decode.data_ptr()
     gemm.bias = None
-    gemm.router = topk_weights.data_ptr()
+    gemm.router = None if router_on_input else topk_weights.data_ptr()
     gemm.out = y.data_ptr()
     gemm.kblocks = k2 // K_BLOCK
     gemm.row_tiles = prepared.w2.shape[1] * K_BLOCK // k2
@@ -296,7 +291,7 @@ def quads_moe(
     gemm.row_divisor = 1
     gemm.channels = prepared.hidden
     gemm.ldo = prepared.hidden
-    launch_gemm(gemm, _PLAIN, _DTYPES[y.dtype], plan.second, tuning.early_weights, stream)
+    launch_gemm(gemm, PLAIN, DTYPES[y.dtype], plan.second, tuning.early_weights)
     _native.check(
         lib.quads_sum(
             y.data_ptr(),
@@ -307,7 +302,7 @@ def quads_moe(
             prepared.hidden,
             prepared.hidden,
             out.stride(0),
-            _DTYPES[y.dtype],
+            DTYPES[y.dtype],
             dtype,
             stream,
         ),
@@ -318,30 +313,6 @@ def quads_moe(
 
 FLOAT32_PARTIALS_PAIRS = 4096
 """Up to this many pairs the per-pair outputs stay in FP32 until they are summed."""
-
-
-def launch_gemm(
-    args: GemmArgs, epilogue: int, dtype: int, choice: GemmChoice, early_weights: bool, stream: int
-) -> None:
-    """Launch one GEMM on the given kernel."""
-    lib = _native.library()
-    if choice.gemm is Gemm.PREFILL:
-        code = lib.quads_moe_prefill(ctypes.byref(args), epilogue, dtype, int(early_weights), stream)
-    else:
-        kernel = lib.quads_moe_decode if choice.gemm is Gemm.DECODE else lib.quads_moe_batch
-        code = kernel(ctypes.byref(args), epilogue, dtype, choice.k_groups, int(early_weights), stream)
-    _native.check(code, f"{choice.gemm.value} GEMM")
-
-
-@functools.cache
-def device_limits() -> DeviceLimits:
-    """What the planner has to know of the kernels and this GPU."""
-    lib = _native.library()
-    return DeviceLimits(
-        multiprocessors=torch.cuda.get_device_properties().multi_processor_count,
-        decode_capacity=functools.cache(lambda k, groups: int(lib.quads_moe_decode_capacity(k // K_BLOCK, groups))),
-        batch_capacity=functools.cache(lambda groups: int(lib.quads_moe_batch_capacity(groups))),
-    )
 
 
 def _check(x: Tensor, p: PreparedMoE, weights: Tensor, ids: Tensor, expert_map: Tensor | None) -> None:

@@ -141,3 +141,50 @@ def _batch_k_groups(shape: LayerShape, limits: DeviceLimits, pairs: int, rows: i
 
 def _multiple_of_8(tokens: float) -> int:
     return max(8, -(-math.ceil(tokens) // 8) * 8)
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """What the plan of a dense linear depends on."""
+
+    tokens: int
+    rows: int
+    k: int
+
+
+def plan_linear(shape: LinearShape, limits: DeviceLimits) -> tuple[GemmChoice, int]:
+    """Kernel and tokens at a time of a dense linear: the least by a rough count of a multiprocessor's clocks.
+
+    Raises FormatError if nothing fits, which no supported K does.
+    """
+    k, rows = padded_k(shape.k), padded_rows(shape.rows)
+    wanted = _multiple_of_8(shape.tokens)
+    best: tuple[float, GemmChoice, int] | None = None
+    for groups in (1, 2, 4):
+        for gemm, most in (
+            (Gemm.DECODE, limits.decode_capacity(k, groups)),
+            (Gemm.BATCH, limits.batch_capacity(groups)),
+            (Gemm.PREFILL, PREFILL_CAPACITY if groups == 1 else 0),
+        ):
+            if most < 8:
+                continue
+            capacity = min(wanted, most)
+            unit_rows = 256 if gemm is Gemm.PREFILL else 512 // groups
+            units = -(-rows // unit_rows) * -(-shape.tokens // capacity)
+            # decoding bounds few tokens, the tensor cores many
+            rate = min(WEIGHTS_A_CLOCK[gemm], MULTIPLICATIONS_A_CLOCK[gemm] / capacity)
+            waves = -(-units // limits.multiprocessors)
+            cost = waves * (unit_rows * k / rate + UNIT_CLOCKS * (1.0 + SPLIT_COST * groups))
+            if best is None or cost < best[0]:
+                best = (cost, GemmChoice(gemm, groups), capacity)
+    if best is None:
+        raise FormatError(f"linear: not even 8 tokens with K = {shape.k} fit into shared memory")
+    return best[1], best[2]
+
+
+WEIGHTS_A_CLOCK = {Gemm.DECODE: 33.0, Gemm.BATCH: 30.0, Gemm.PREFILL: 20.0}
+"""Weights that one multiprocessor decodes a clock."""
+MULTIPLICATIONS_A_CLOCK = {Gemm.DECODE: 1000.0, Gemm.BATCH: 2000.0, Gemm.PREFILL: 2400.0}
+"""Weights times tokens that one multiprocessor multiplies a clock."""
+UNIT_CLOCKS = 2000.0
+"""Start and epilogue of a unit."""

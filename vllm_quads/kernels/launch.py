@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches that the MoE layer and the dense linear share: operands and GEMMs, on the current stream."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_quads.kernels import _native
+from vllm_quads.kernels._native import CastArgs, GemmArgs, QuantizeArgs
+from vllm_quads.kernels.layout import K_BLOCK
+from vllm_quads.kernels.plan import DeviceLimits, Gemm, GemmChoice
+
+DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""The kernels' numbers of dtypes."""
+SWIGLU, PLAIN = 0, 1
+"""Epilogues: silu(gate) * up of two rows, or one output channel a row."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How rows become a merged operand; see `quantize.quantize_merged`."""
+
+    center: Tensor | None = None
+    g: Tensor | None = None
+    mask: Tensor | None = None
+    full: Tensor | None = None
+    full_all: bool = False
+    full_divisor: int = 1
+    """Rows that share an entry of `full`."""
+    group: Tensor | None = None
+
+    def args(self, x: Tensor, operand: Tensor, decode: Tensor) -> QuantizeArgs:
+        """Arguments for x [M, K] to the FP16 operand [M, padded K] and its decode scales float32 [M]."""
+        return QuantizeArgs(
+            x=x.data_ptr(),
+            center=_native.pointer(self.center),
+            g=_native.pointer(self.g),
+            mask=_native.pointer(self.mask),
+            full=_native.pointer(self.full),
+            group=_native.pointer(self.group),
+            merged=operand.data_ptr(),
+            decode=decode.data_ptr(),
+            rows=x.shape[0],
+            k=x.shape[1],
+            ldx=x.stride(0),
+            ldm=operand.stride(0),
+            full_divisor=self.full_divisor,
+            full_all=self.full_all,
+        )
+
+    def quantize(self, x: Tensor, operand: Tensor, decode: Tensor, four_over_six: bool) -> None:
+        """Quantize with residual."""
+        args = self.args(x, operand, decode)
+        code = _native.library().quads_quantize(
+            ctypes.byref(args), DTYPES[x.dtype], int(four_over_six), 0, _native.stream()
+        )
+        _native.check(code, "activation quantization")
+
+
+def cast_rows(x: Tensor, operand: Tensor, decode: Tensor, group: Tensor | None = None) -> None:
+    """Unquantized rows as FP16 operands times a power of two, inverted in `decode`; negative groups are skipped."""
+    args = CastArgs(
+        x=x.data_ptr(),
+        group=_native.pointer(group),
+        operand=operand.data_ptr(),
+        decode=decode.data_ptr(),
+        rows=x.shape[0],
+        k=x.shape[1],
+        ldx=x.stride(0),
+        ldm=operand.stride(0),
+    )
+    _native.check(_native.library().quads_cast(ctypes.byref(args), DTYPES[x.dtype], _native.stream()), "cast")
+
+
+def launch_gemm(args: GemmArgs, epilogue: int, dtype: int, choice: GemmChoice, early_weights: bool) -> None:
+    """Launch one GEMM. early_weights: start to stream weights before the predecessor is complete."""
+    lib, stream = _native.library(), _native.stream()
+    if choice.gemm is Gemm.PREFILL:
+        code = lib.quads_moe_prefill(ctypes.byref(args), epilogue, dtype, int(early_weights), stream)
+    else:
+        kernel = lib.quads_moe_decode if choice.gemm is Gemm.DECODE else lib.quads_moe_batch
+        code = kernel(ctypes.byref(args), epilogue, dtype, choice.k_groups, int(early_weights), stream)
+    _native.check(code, f"{choice.gemm.value} GEMM")
+
+
+@functools.cache
+def device_limits() -> DeviceLimits:
+    """What the planner has to know of the kernels and this GPU."""
+    lib = _native.library()
+    return DeviceLimits(
+        multiprocessors=torch.cuda.get_device_properties().multi_processor_count,
+        decode_capacity=functools.cache(lambda k, groups: int(lib.quads_moe_decode_capacity(k // K_BLOCK, groups))),
+        batch_capacity=functools.cache(lambda groups: int(lib.quads_moe_batch_capacity(groups))),
+    )
