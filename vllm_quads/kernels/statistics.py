@@ -10,11 +10,11 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from vllm_quads.compensation.statistics import SiteStatistics
 from vllm_quads.kernels import _native
 from vllm_quads.nvfp4.errors import FormatError
 from vllm_quads.nvfp4.formats import check_k
@@ -45,13 +45,28 @@ class StatisticsArgs(ctypes.Structure):
     ]
 
 
+class Accumulators(Protocol):
+    """The tensors of `compensation.SiteStatistics`, all on the GPU."""
+
+    energy: Tensor
+    """float64 [G, K]: sum of squared residuals."""
+    tokens: Tensor
+    """int64 [G]: rows that were counted."""
+    ring: Tensor
+    """bfloat16 [R, K]: the most recent rows; R may be 0."""
+    written: Tensor
+    """int64 scalar: rows that were ever put into the ring."""
+    ticket: Tensor
+    """int32 [1]: scratch, zero between launches."""
+
+
 @dataclass(frozen=True)
 class Gathering:
     """Where a layer's statistics go, and when. Everything has a fixed address, so that captured graphs see changes."""
 
-    w13: SiteStatistics
+    w13: Accumulators
     """Accumulators of the layer's input (one group; its ring may hold up to 1024 rows)."""
-    w2: SiteStatistics | None = None
+    w2: Accumulators | None = None
     """Accumulators of w2's input, one group per local expert."""
     enabled: Tensor | None = None
     """int32 [1]: a launch gathers only where this is not zero; None: always."""
@@ -68,7 +83,7 @@ def _library() -> ctypes.CDLL:
 
 def site_args(
     x: Tensor,
-    statistics: SiteStatistics,
+    statistics: Accumulators,
     *,
     center: Tensor | None = None,
     g: Tensor | None = None,
