@@ -32,6 +32,9 @@ struct WgmmaShape {
   // Registers: of each multiprocessor sub-partition's 16384, one warp of every warpgroup takes its share.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 56 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : 104;
+  // wgmma groups that run while the next fragments are decoded. With four consumers the registers do not suffice for one; there
+  // the four warps of a scheduler cover for each other.
+  static constexpr int kInFlight = kConsumers == 2 ? 1 : 0;
   using Weights = WeightStream<kTiles, KG>;
 
   struct UnitMeta {
@@ -129,7 +132,7 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& sh
     wgmma<N>(acc[0], a[(KSTEP) & 1][0], descriptor + 2 * (KSTEP));                              \
     wgmma<N>(acc[1], a[(KSTEP) & 1][1], descriptor + 2 * (KSTEP));                              \
     wgmma_commit();                                                                             \
-    wgmma_wait<1>();                                                                            \
+    wgmma_wait<Shape::kInFlight>();                                                             \
   }
     QUADS_STEP(0)
     if (previous >= 0 && thread == 0) mbar_arrive(bar.empty + 8 * previous);
@@ -206,7 +209,7 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& sh
 
 template <typename Shape, int EPILOGUE, typename Out>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
-    moe_wgmma_kernel(const GemmArgs p, const Shifts shift, const int early_weights) {
+    moe_wgmma_kernel(const GemmArgs p, const typename Shape::Layout l, const Shifts shift, const int early_weights) {
   using UnitMeta = typename Shape::UnitMeta;
   constexpr int kMaxStages = Shape::kMaxStages, kMetaBuffers = Shape::kMetaBuffers, kLag = Shape::kLag, KG = Shape::KG;
   constexpr int kTiles = Shape::kTiles;
@@ -214,7 +217,6 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const uint32_t raw = smem_u32(raw_smem);
   const uint32_t base = (raw + 1023u) & ~1023u;
   char* smem = raw_smem + (base - raw);
-  const typename Shape::Layout l = Shape::layout(p.max_tokens);
   const uint32_t barriers = base + l.barrier_offset;
   const Barriers bar{barriers, barriers + 8 * kMaxStages, barriers + 16 * kMaxStages, barriers + 24 * kMaxStages,
                      barriers + 24 * kMaxStages + 8 * kMetaBuffers};
@@ -369,7 +371,7 @@ int launch_wgmma(const GemmArgs& p, int early_weights, cudaStream_t stream) {
   constexpr auto kernel = moe_wgmma_kernel<Shape, EPILOGUE, Out>;
   cudaError_t e = allow_shared_memory<kernel>(232448);
   if (e != cudaSuccess) return e;
-  return launch(kernel, dim3(multiprocessors()), dim3(Shape::kThreads), l.total, stream, p, Shifts(), early_weights);
+  return launch(kernel, dim3(multiprocessors()), dim3(Shape::kThreads), l.total, stream, p, l, Shifts(), early_weights);
 }
 
 // out_dtype: 0 bfloat16, 1 float16, 2 float32. epilogue: 0 SwiGLU, 1 plain.
