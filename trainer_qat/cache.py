@@ -1,15 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized once per optimizer step: the cache of fake-quantized weights.
 
-An entry is used only if nothing says that a weight changed since: same storage object, same version counter, and same
-contents. The contents have to be looked at, because two common kinds of update leave the version counter alone: fused
-optimizers, and in-place edits through `.data` (EMA swaps, Megatron- and DeepSpeed-style master copies); under FSDP2
-every all-gather does, too. A 64-bit sum of each row costs one read of the weight, about a thousandth of quantizing it
-with the reference path on a CPU.
+An entry is used only if nothing says that a weight changed since: same storage object, same version counter, no
+optimizer step, and same contents. The contents have to be looked at, because in-place edits through `.data` (EMA
+swaps, Megatron- and DeepSpeed-style master copies) leave the version counter alone; under FSDP2 every all-gather does.
+
+On a CPU a 64-bit sum of each row is compared, which costs about a thousandth of quantizing with the reference path. On
+a GPU the comparison and what follows from it stay on the device (`vllm_quads.kernels.kept`), so the host never waits:
+
+- after an optimizer step, or if storage or version differ, the weight is quantized anew;
+- else in a pass with gradients a sixteenth of the weight is looked at, another one each time: whatever changes a weight
+  at large is noticed at once, an edit of a few elements through `.data` at the latest at the next optimizer step or the
+  16th pass;
+- in a pass without gradients, and for a push, all of the weight is looked at;
+- a recomputation within the backward pass (gradient checkpointing) uses what its forward pass used.
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,7 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from vllm_quads.kernels.kept import KeptQuantization
 from vllm_quads.nvfp4 import PackedTensor
 
 
@@ -31,7 +43,8 @@ class CacheMode(str, Enum):
     """Nothing: quantize in every forward pass, and again when gradient checkpointing recomputes one."""
     DENSE = "dense"
     """The dequantized weight in the weight's dtype: +100 % of the quantized weights' bytes (autograd keeps the same
-    tensor for the backward pass anyway, so the peak without gradient checkpointing does not grow)."""
+    tensor for the backward pass anyway, so the peak without gradient checkpointing does not grow). Compiled graphs
+    keep codes and scales instead (PACKED): a graph may not hand out a tensor that it does not own."""
     PACKED = "packed"
     """Codes and scales: +28 % of the BF16 bytes, and a dequantization per use."""
 
@@ -41,36 +54,101 @@ def row_sums(weight: Tensor) -> Tensor:
     return weight.detach().contiguous().view(torch.int64).sum(dim=-1)
 
 
+def in_backward() -> bool:
+    """True while autograd runs a backward pass in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class _Steps:
+    """Counts optimizer steps of the whole process, of any torch optimizer; fused ones bump no version counter."""
+
+    count = 0
+    _hooked = False
+
+    @classmethod
+    def now(cls) -> int:
+        """Steps so far, counted from the first call on."""
+        if not cls._hooked:
+            cls._hooked = True
+            register_optimizer_step_post_hook(cls._step)
+        return cls.count
+
+    @classmethod
+    def _step(cls, *_: Any) -> None:
+        cls.count += 1
+
+
 @dataclass(frozen=True)
-class _Stamp:
-    """Identity, version and contents of one weight."""
+class _Identity:
+    """Which tensor this is, as far as the host can tell."""
 
     storage: StorageWeakRef
     place: tuple[Any, ...]
-    rows: Tensor
 
     @staticmethod
-    def of(weight: Tensor) -> _Stamp:
-        return _Stamp(StorageWeakRef(weight.untyped_storage()), _place(weight), row_sums(weight))
+    def of(weight: Tensor) -> _Identity:
+        return _Identity(StorageWeakRef(weight.untyped_storage()), _place(weight))
 
     def matches(self, weight: Tensor) -> bool:
         # A weak reference keeps the storage's address from being used again, so equal addresses are the same storage.
-        same = self.storage.cdata == weight.untyped_storage()._cdata and self.place == _place(weight)
-        return same and torch.equal(self.rows, row_sums(weight))
+        return self.storage.cdata == weight.untyped_storage()._cdata and self.place == _place(weight)
 
 
 def _place(weight: Tensor) -> tuple[Any, ...]:
     return (weight._version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device)
 
 
+@dataclass(frozen=True)
+class _Stamp:
+    """Identity and contents of one weight."""
+
+    identity: _Identity
+    rows: Tensor
+
+    @staticmethod
+    def of(weight: Tensor) -> _Stamp:
+        return _Stamp(_Identity.of(weight), row_sums(weight))
+
+    def matches(self, weight: Tensor) -> bool:
+        return self.identity.matches(weight) and torch.equal(self.rows, row_sums(weight))
+
+
 @dataclass
+class _OnDevice:
+    """A quantization kept on the GPU, and what it was computed from."""
+
+    kept: KeptQuantization
+    identities: tuple[_Identity, ...] = ()
+    step: int = -1
+
+    def is_of(self, sources: Sequence[Tensor]) -> bool:
+        return len(sources) == len(self.identities) and all(
+            i.matches(s) for i, s in zip(self.identities, sources, strict=True)
+        )
+
+
+_HANDLES = itertools.count()
+_CACHES: weakref.WeakValueDictionary[int, WeightCache] = weakref.WeakValueDictionary()
+
+
+@dataclass(eq=False)
 class WeightCache:
-    """Holds the quantized form of one weight, stamped with the weights that it was computed from."""
+    """Holds the quantized form of one weight, and knows which weights it was computed from."""
 
     _stamps: tuple[_Stamp, ...] = ()
     _value: Tensor | PackedTensor | None = field(default=None, repr=False)
+    amax: Tensor | None = field(default=None, repr=False)
+    """float32 [...]: amax that the kept value's global scale was taken from (reference path)."""
+    _on_device: dict[bool, _OnDevice] = field(default_factory=dict, repr=False)
     hits: int = 0
     misses: int = 0
+    handle: int = field(default_factory=lambda: next(_HANDLES))
+    """Number under which a compiled graph finds this cache (`cache_of`)."""
+
+    def __post_init__(self) -> None:
+        _CACHES[self.handle] = self
+
+    # -- with the reference path ----------------------------------------------------------------------------------
 
     def get(self, sources: Sequence[Tensor]) -> Tensor | PackedTensor | None:
         """The kept value if it was computed from exactly these weights (the weight and its scale siblings)."""
@@ -81,17 +159,49 @@ class WeightCache:
         self.misses += 1
         return None
 
-    def put(self, sources: Sequence[Tensor], value: Tensor | PackedTensor) -> None:
-        """Keep a value computed from these weights."""
+    def put(self, sources: Sequence[Tensor], value: Tensor | PackedTensor, amax: Tensor) -> None:
+        """Keep a value computed from these weights with this amax."""
         self._stamps = tuple(_Stamp.of(source) for source in sources)
-        self._value = value
+        self._value, self.amax = value, amax
+
+    # -- on a GPU -------------------------------------------------------------------------------------------------
+
+    def on_device(
+        self, sources: Sequence[Tensor], frozen: Tensor | None, *, dense: bool, whole: bool
+    ) -> KeptQuantization:
+        """The quantization of sources[0] as it is now; the others share its scale.
+
+        frozen: amax to take the scale from instead. whole: look for changes in all of the weight, not in a sixteenth.
+        """
+        entry = self._on_device.get(dense)
+        step = _Steps.now()
+        recomputing = in_backward()
+        if entry is not None and entry.is_of(sources) and (entry.step == step or recomputing):
+            self.hits += 1
+            if not recomputing:
+                entry.kept.renew_if_changed(sources, frozen, whole=whole)
+            return entry.kept
+        self.misses += 1
+        if entry is None or not entry.kept.fits(sources[0]):
+            entry = self._on_device[dense] = _OnDevice(KeptQuantization(sources[0], dense=dense))
+        entry.kept.renew(sources, frozen)
+        entry.identities, entry.step = tuple(_Identity.of(s) for s in sources), step
+        return entry.kept
+
+    # -- both -----------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
         """Forget the value."""
-        self._stamps, self._value = (), None
+        self._stamps, self._value, self.amax = (), None, None
+        self._on_device.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
         return WeightCache()  # a copy has weights of its own
 
-    def __getstate__(self) -> dict[str, Any]:
-        return WeightCache().__dict__
+    def __reduce__(self) -> tuple[type[WeightCache], tuple[()]]:
+        return WeightCache, ()
+
+
+def cache_of(handle: int) -> WeightCache | None:
+    """The cache of that number, if it still exists."""
+    return _CACHES.get(handle)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's quant-dequant as an opaque operator, and its straight-through gradient.
+"""The trainer's quant-dequant as opaque operators, and its straight-through gradient.
 
-The operator runs the reference path of `vllm_quads.nvfp4`. torch.compile sees one node and cannot change its
-arithmetic (Inductor replaces division by an approximate reciprocal and fuses multiply-add, which would give other
-codes than the rollout's).
+On a GPU the operators run the Triton kernels of `vllm_quads.kernels.weights`, elsewhere the reference path of
+`vllm_quads.nvfp4`; the bits are the same. torch.compile sees one node and cannot change its arithmetic (Inductor
+replaces division by an approximate reciprocal and fuses multiply-add, which would give other codes than the rollout's).
 """
 
 from __future__ import annotations
@@ -13,32 +13,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_quads.nvfp4 import encode_scale, fake_quantize_weight, quantize_weight, weight_amax
-from vllm_quads.nvfp4.formats import BLOCK_SIZE, E2M1_MAX
+from trainer_qat.finite import WATCH
+from vllm_quads.kernels import weights as kernels
+from vllm_quads.nvfp4 import weight_amax
 
 
 @torch.library.custom_op("quads::fake_quantize_weight", mutates_args=())
 def fake_quantize(weight: Tensor, amax: Tensor, name: str) -> Tensor:
-    """Quantize and dequantize a weight [..., N, K] with amax float32 [...]; the result has the weight's dtype.
-
-    Raises FormatError on NaN or Inf, naming the weight.
-    """
-    return fake_quantize_weight(weight, amax=amax, name=name)
+    """Quantize and dequantize a weight [..., N, K] with amax float32 [...]; the result has the weight's dtype."""
+    return kernels.fake_quantize_stack(weight, amax)
 
 
 @torch.library.custom_op("quads::weight_amax", mutates_args=())
 def matrix_amax(weight: Tensor, name: str) -> Tensor:
-    """max |BF16(W)| of each [N, K] matrix, float32 [...]. Raises FormatError on NaN or Inf, naming the weight."""
-    return weight_amax(weight.to(torch.bfloat16), name)
+    """max |BF16(W)| of each [N, K] matrix, float32 [...].
+
+    Raises FormatError on NaN or Inf, naming the weight; on a GPU later (see `trainer_qat.finite`).
+    """
+    if not weight.is_cuda:
+        return weight_amax(weight.to(torch.bfloat16), name)
+    amax = kernels.weight_amax(weight)
+    WATCH.add(name, amax)
+    return amax
 
 
 @torch.library.custom_op("quads::representable", mutates_args=())
 def representable(weight: Tensor, amax: Tensor) -> Tensor:
     """bool [..., N, K]: True where the quantizer does not saturate, |W| <= 6 * block scale * decode scale."""
-    q = quantize_weight(weight, amax=amax)
-    decode = torch.ones_like(amax) / encode_scale(amax)
-    largest = (E2M1_MAX * q.scales.to(torch.float32)) * decode[..., None, None]
-    return weight.to(torch.bfloat16).abs().to(torch.float32) <= largest.repeat_interleave(BLOCK_SIZE, dim=-1)
+    return kernels.representable(weight, amax)
+
+
+@torch.library.custom_op("quads::clamp_gradient", mutates_args=())
+def clamp_gradient(grad: Tensor, weight: Tensor, amax: Tensor) -> Tensor:
+    """grad [..., N, K] where the quantizer does not saturate, else 0."""
+    return kernels.clamp_gradient(grad, weight, amax)
 
 
 @fake_quantize.register_fake
@@ -54,6 +62,11 @@ def _(weight: Tensor, name: str) -> Tensor:
 @representable.register_fake
 def _(weight: Tensor, amax: Tensor) -> Tensor:
     return torch.empty_like(weight, dtype=torch.bool, memory_format=torch.contiguous_format)
+
+
+@clamp_gradient.register_fake
+def _(grad: Tensor, weight: Tensor, amax: Tensor) -> Tensor:
+    return torch.empty_like(grad, memory_format=torch.contiguous_format)
 
 
 class StraightThrough(torch.autograd.Function):
@@ -80,4 +93,4 @@ class ClampedStraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         weight, amax = ctx.saved_tensors
-        return grads[0] * representable(weight, amax), None, None
+        return clamp_gradient(grads[0], weight, amax), None, None

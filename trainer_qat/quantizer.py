@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer_qat.cache import CacheMode, WeightCache
+from trainer_qat.cache import CacheMode, WeightCache, cache_of
 from trainer_qat.fake_quant import ClampedStraightThrough, StraightThrough, fake_quantize, matrix_amax
+from trainer_qat.finite import WATCH
 from trainer_qat.schedule import Progress, RampedClamp, mix_weight
-from vllm_quads.nvfp4 import Contract, ContractError, PackedTensor, QuantizedSet
+from vllm_quads.kernels import weights as kernels
+from vllm_quads.kernels.kept import KeptQuantization
+from vllm_quads.nvfp4 import Contract, ContractError, PackedTensor, QuantizedSet, weight_amax
 
 
 @dataclass
@@ -69,13 +72,35 @@ class WeightQuantizer:
         return [weight, *(s.weight for s in self.siblings if s.weight is not weight)]
 
     def amax(self, weight: Tensor) -> Tensor:
-        """amax float32 [...] that the global scale of this weight is taken from. Raises FormatError on NaN or Inf."""
-        own = full_amax(weight, self.name)
+        """amax float32 [...] that the global scale of this weight is taken from.
+
+        Raises FormatError on NaN or Inf, on a GPU later (`trainer_qat.finite`).
+        """
+        own = _amax(weight, self.name)
         if self.frozen is not None:
             return self.frozen.to(own.device)
         for sibling in self.sources(weight)[1:]:
-            own = torch.maximum(own, full_amax(sibling, self.name))
+            own = torch.maximum(own, _amax(sibling, self.name))
         return own
+
+    def packed(self, weight: Tensor) -> PackedTensor:
+        """Codes and scales of the weight as it is now, for a push or an export: the packed cache's if there is one.
+
+        The tensors are the cache's own; copy them to keep them beyond the next optimizer step. Raises FormatError on
+        NaN or Inf.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            sources = self.sources(weight)
+            if self.state.cache_mode() is CacheMode.PACKED and not _sharded(sources):
+                if KeptQuantization.available(weight):
+                    kept = self._kept(sources, dense=False, whole=True)
+                    assert kept.packed is not None
+                    weight_amax(kept.amax[..., None, None], self.name)
+                    return kept.packed.packed(self.name)
+                return self._kept_by_reference(sources, CacheMode.PACKED)[1]  # type: ignore[return-value]
+            amax = self.amax(weight)
+            weight_amax(amax[..., None, None], self.name)
+            return kernels.quantize_stack(weight.detach(), amax).packed(self.name)
 
     def __call__(self, weight: Tensor) -> Tensor:
         """The weight as the rollout has it, in the weight's dtype; its gradient goes straight to `weight`."""
@@ -86,9 +111,10 @@ class WeightQuantizer:
                 f"{self.name}: reaches the forward pass as a shard; QUADS quantizes full weights, so shard the model "
                 f"with FSDP2 (`fully_shard`), which gathers them, and not with tensor parallelism"
             )
+        whole = not torch.is_grad_enabled()
         # Out of inference mode too: what is kept from a scoring pass must be usable in a training pass.
         with torch.inference_mode(False), torch.no_grad():
-            amax, quantized = self._quantized(weight)
+            amax, quantized = self._quantized(weight, whole)
             if self.state.progress.ramping:
                 quantized = mix_weight(weight, quantized, self.state.progress.strength)
         if self.state.clamp_gradient:
@@ -99,38 +125,110 @@ class WeightQuantizer:
             return cast(Tensor, ClampedStraightThrough.apply(weight, quantized, amax))
         return cast(Tensor, StraightThrough.apply(weight, quantized))
 
-    def _quantized(self, weight: Tensor) -> tuple[Tensor | None, Tensor]:
-        """(amax if it was needed, dequantized weight)."""
+    def _quantized(self, weight: Tensor, whole: bool) -> tuple[Tensor | None, Tensor]:
+        """(amax that the scale is taken from, if at hand; dequantized weight). whole: see `WeightCache.on_device`."""
         mode = self.state.cache_mode()
         sources = self.sources(weight)
-        # A graph must not capture a kept tensor; and the ranks must not disagree on whether a collective runs.
-        if torch.compiler.is_compiling() or any(isinstance(s, DTensor) for s in sources):
-            mode = CacheMode.NONE
-        if mode is CacheMode.NONE:
+        # The ranks must not disagree on whether a collective runs.
+        if mode is CacheMode.NONE or _sharded(sources):
             amax = self.amax(weight)
             return amax, fake_quantize(weight, amax, self.name)
+        if torch.compiler.is_compiling():
+            frozen = None if self.frozen is None else self.frozen.to(weight.device)
+            return None, cached_weight(weight, sources[1:], frozen, self.name, self.cache.handle, whole)
+        if KeptQuantization.available(weight) and not _capturing(weight):
+            kept = self._kept(sources, dense=mode is CacheMode.DENSE, whole=whole)
+            amax = kept.amax if self.frozen is None else self.frozen.to(weight.device)
+            if kept.values is not None:
+                return amax, kept.values
+            assert kept.packed is not None
+            return amax, kernels.dequantize_stack(kept.packed, dtype=weight.dtype)
+        amax, value = self._kept_by_reference(sources, mode)
+        return amax, value.dequantize(weight.dtype) if isinstance(value, PackedTensor) else value
+
+    def _kept(self, sources: list[Tensor], *, dense: bool, whole: bool) -> KeptQuantization:
+        return kept_on_device(self.cache, sources, self.frozen, self.name, dense=dense, whole=whole)
+
+    def _kept_by_reference(self, sources: list[Tensor], mode: CacheMode) -> tuple[Tensor, Tensor | PackedTensor]:
+        """(amax, dequantized or packed weight) from the cache, or quantized by the reference path."""
+        wanted = Tensor if mode is CacheMode.DENSE else PackedTensor
         kept = self.cache.get(sources)
-        if isinstance(kept, Tensor) and mode is CacheMode.DENSE:
-            return None, kept
-        if isinstance(kept, PackedTensor) and mode is CacheMode.PACKED:
-            return None, kept.dequantize(weight.dtype)
-        amax = self.amax(weight)
+        if isinstance(kept, wanted) and self.cache.amax is not None:
+            return self.cache.amax, kept
+        amax = self.amax(sources[0])
+        value: Tensor | PackedTensor
         if mode is CacheMode.DENSE:
-            dense = fake_quantize(weight, amax, self.name)
-            self.cache.put(sources, dense)
-            return amax, dense
-        packed = PackedTensor.quantize(weight, amax=amax, name=self.name)
-        self.cache.put(sources, packed)
-        return amax, packed.dequantize(weight.dtype)
+            value = fake_quantize(sources[0], amax, self.name)
+        else:
+            value = PackedTensor.quantize(sources[0], amax=amax, name=self.name)
+        self.cache.put(sources, value, amax)
+        return amax, value
 
 
-def full_amax(weight: Tensor, name: str) -> Tensor:
-    """amax float32 [...] of each full [N, K] matrix of a weight [..., N, K], whether or not it is sharded."""
+def kept_on_device(
+    cache: WeightCache, sources: list[Tensor], frozen: Tensor | None, name: str, *, dense: bool, whole: bool
+) -> KeptQuantization:
+    """The quantization that a cache keeps of sources[0] on a GPU, as it is now; NaN and Inf are watched for."""
+    weight = sources[0]
+    kept = cache.on_device(sources, None if frozen is None else frozen.to(weight.device), dense=dense, whole=whole)
+    WATCH.add(name, kept.amax)
+    return kept
+
+
+@torch.library.custom_op("quads::cached_weight", mutates_args=())
+def cached_weight(
+    weight: Tensor, siblings: list[Tensor], frozen: Tensor | None, name: str, handle: int, whole: bool
+) -> Tensor:
+    """Dequantized weight in the weight's dtype, out of the packed cache of that handle if it exists.
+
+    What a compiled graph calls. The result is a new tensor: a graph may write over what an operator has returned.
+    """
+    cache = cache_of(handle)
+    sources = [weight, *siblings]
+    if cache is not None and KeptQuantization.available(weight) and not _capturing(weight):
+        kept = kept_on_device(cache, sources, frozen, name, dense=False, whole=whole)
+        assert kept.packed is not None
+        return kernels.dequantize_stack(kept.packed, dtype=weight.dtype)
+    value = None if cache is None else cache.get(sources)
+    if isinstance(value, PackedTensor):
+        return value.dequantize(weight.dtype)
+    amax = torch.stack([_amax(s, name) for s in sources]).amax(dim=0) if frozen is None else frozen
+    if cache is None or weight.is_cuda:
+        return kernels.fake_quantize_stack(weight, amax)
+    packed = PackedTensor.quantize(weight, amax=amax, name=name)
+    cache.put(sources, packed, amax)
+    return packed.dequantize(weight.dtype)
+
+
+@cached_weight.register_fake
+def _(weight: Tensor, siblings: list[Tensor], frozen: Tensor | None, name: str, handle: int, whole: bool) -> Tensor:
+    return torch.empty_like(weight, memory_format=torch.contiguous_format)
+
+
+def _sharded(weights: Sequence[Tensor]) -> bool:
+    return any(isinstance(w, DTensor) for w in weights)
+
+
+def _capturing(weight: Tensor) -> bool:
+    """True during the capture of a CUDA graph: its replays run none of the cache's decisions."""
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _amax(weight: Tensor, name: str) -> Tensor:
+    """amax float32 [...] of each full [N, K] matrix; on a GPU NaN and Inf are watched for and not yet refused."""
     if isinstance(weight, DTensor):
         # One value per matrix travels, not the weight.
         amax = cast(DTensor, weight.detach().abs().amax(dim=(-2, -1))).full_tensor()
         weight = amax[..., None, None]
     return cast(Tensor, matrix_amax(weight.detach(), name))
+
+
+def full_amax(weight: Tensor, name: str) -> Tensor:
+    """amax float32 [...] of each full [N, K] matrix of a weight [..., N, K], whether or not it is sharded.
+
+    Raises FormatError on NaN or Inf; on a GPU this waits for it.
+    """
+    return weight_amax(_amax(weight, name)[..., None, None], name)
 
 
 def shared_amax(weights: Sequence[Tensor], name: str) -> Tensor:

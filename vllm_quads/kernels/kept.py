@@ -26,6 +26,7 @@ class KeptQuantization:
 
     def __init__(self, weight: Tensor, *, dense: bool) -> None:
         """Allocate for a weight of this shape, dtype and device; nothing is computed. Needs Triton (`available`)."""
+        self._form = (weight.shape, weight.dtype, weight.device)
         lead = weight.shape[:-2]
         matrices = max(1, lead.numel())
         words = (matrices + 1) // 2
@@ -45,6 +46,10 @@ class KeptQuantization:
     def available(weight: Tensor) -> bool:
         """True where the kernels run."""
         return w._triton(weight) is not None
+
+    def fits(self, weight: Tensor) -> bool:
+        """True if this can hold the quantization of a weight of this shape, dtype and device."""
+        return self._form == (weight.shape, weight.dtype, weight.device)
 
     def renew(self, sources: Sequence[Tensor], frozen: Tensor | None = None) -> None:
         """Quantize sources[0]; the others share its scale. frozen: amax float32 [...] to take the scale from."""
