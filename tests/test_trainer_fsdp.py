@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,60 +16,86 @@ from torch import multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from trainer_models import ALL_LINEARS, qwen3, single_thread, tokens  # noqa: F401
 
-from trainer_qat import RolloutSync, export_checkpoint, prepare_qat
+from trainer_qat import RolloutSync, Schedule, export_checkpoint, follow_optimizer, prepare_qat
 from trainer_qat.prepare import expert_weights, quantizers_of, remove_qat, state_of
-from vllm_quads.nvfp4 import Contract, MismatchError, WeightGlobalScale, fake_quantize_weight
+from vllm_quads.nvfp4 import Contract, WeightGlobalScale, fake_quantize_weight
 
 STEPS = 4
 ONE_PROCESS = "one process: "
 
 
-def train(model: nn.Module) -> list[float]:
-    """A few optimizer steps on fixed batches, the same on every rank."""
+def train(model: nn.Module, half: int | None = None) -> list[float]:
+    """A few optimizer steps on fixed batches, the same on every rank, or with row `half` of them on this one."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    follow_optimizer(model, optimizer)
     losses = []
     for i in range(STEPS):
         optimizer.zero_grad()
-        loss = model(tokens(seed=i), labels=tokens(seed=i)).loss
+        ids = tokens(seed=i) if half is None else tokens(seed=i)[half : half + 1]
+        loss = model(ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return losses
 
 
-def shard(model: nn.Module, units: str, policy: MixedPrecisionPolicy) -> None:
+def last_dimension(parameter: nn.Parameter) -> Shard:
+    """Shard along K, which cuts rows (and, at this size, not the 16-channel blocks) apart."""
+    return Shard(parameter.dim() - 1)
+
+
+def middle_dimension(parameter: nn.Parameter) -> Shard:
+    """Shard the rows of every expert, gate rows on one rank and up rows on the other."""
+    return Shard(max(0, parameter.dim() - 2))
+
+
+def shard(model: nn.Module, units: str, policy: MixedPrecisionPolicy, placement: Any = None) -> None:
     """fully_shard by decoder layer, or with experts and q_proj as units of their own."""
     mesh = init_device_mesh("cpu", (2,))
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "shard_placement_fn": placement}
     for layer in model.model.layers:
         if units == "small":
-            fully_shard(layer.mlp.experts, mesh=mesh, mp_policy=policy)
-            fully_shard(layer.self_attn.q_proj, mesh=mesh, mp_policy=policy)
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+            fully_shard(layer.mlp.experts, **options)
+            fully_shard(layer.self_attn.q_proj, **options)
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
 
 
 CASES: dict[str, dict[str, Any]] = {
     "prepare then shard": {"first": "prepare", "units": "layer"},
     "shard then prepare, small units": {"first": "shard", "units": "small"},
     "prepare then shard, small units, cached": {"first": "prepare", "units": "small", "cache": "dense"},
-    "frozen scales, FP32 masters": {"first": "shard", "units": "layer", "frozen": True, "fp32": True},
+    "sharded along K, moving-average scales, ramp": {
+        "first": "prepare",
+        "units": "small",
+        "placement": last_dimension,
+        "scale": WeightGlobalScale.MOVING_AVERAGE,
+        "schedule": Schedule(start=1, ramp=2),
+    },
+    "frozen scales, FP32 masters, sharded along N": {
+        "first": "shard",
+        "units": "layer",
+        "placement": middle_dimension,
+        "scale": WeightGlobalScale.FROZEN,
+        "fp32": True,
+    },
 }
 
 
 def reference(case: dict[str, Any]) -> tuple[list[float], str]:
     """Losses and fingerprint of one process."""
     model = qwen3(dtype=torch.float32 if case.get("fp32") else torch.bfloat16)
-    prepare_qat(model, contract_of(case), cache=case.get("cache", "auto"))
+    prepare_qat(model, contract_of(case), cache=case.get("cache", "auto"), schedule=case.get("schedule"))
     losses = train(model)
     return losses, RolloutSync(model, None).payload.fingerprint()
 
 
 def contract_of(case: dict[str, Any]) -> Contract:
     """All linears, live or frozen."""
-    scale = WeightGlobalScale.FROZEN if case.get("frozen") else WeightGlobalScale.LIVE
-    return Contract(targets=ALL_LINEARS.targets, weight_global_scale=scale)
+    return Contract(targets=ALL_LINEARS.targets, weight_global_scale=case.get("scale", WeightGlobalScale.LIVE))
 
 
 def mixed_precision() -> str:
@@ -84,23 +111,42 @@ def mixed_precision() -> str:
     return "equal" if torch.equal(seen[0], expected) else "differs"
 
 
+def outcome(action: Callable[[], object]) -> str:
+    """The error of an action, as text."""
+    try:
+        action()
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return "no error"
+
+
+def data_parallel() -> tuple[list[float], str]:
+    """DistributedDataParallel: each rank trains on its half of every batch."""
+    model = qwen3(dtype=torch.float32)
+    prepare_qat(model, ALL_LINEARS, schedule=Schedule(start=1, ramp=2))
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    return train(wrapped, dist.get_rank()), RolloutSync(wrapped, None).payload.fingerprint()
+
+
 def worker(rank: int, port: int, directory: str) -> None:
     """One rank: every case, then push and export."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
     # In a process like those of the ranks: what else has run in pytest's own may change how FP32 sums are ordered.
     results = {ONE_PROCESS + name: reference(case) for name, case in CASES.items()} if rank == 0 else {}
+    results[ONE_PROCESS + "ddp"] = reference({"fp32": True, "schedule": Schedule(start=1, ramp=2)})
     dist.init_process_group("gloo", rank=rank, world_size=2)
     for name, case in CASES.items():
         model = qwen3(dtype=torch.float32 if case.get("fp32") else torch.bfloat16)
         policy = MixedPrecisionPolicy()
-        cache = case.get("cache", "auto")
+        cache, placement = case.get("cache", "auto"), case.get("placement")
         if case["first"] == "shard":
-            shard(model, case["units"], policy)
-            prepare_qat(model, contract_of(case), cache=cache)
-        else:
-            prepare_qat(model, contract_of(case), cache=cache)
-            shard(model, case["units"], policy)
+            shard(model, case["units"], policy, placement)
+        prepare_qat(model, contract_of(case), cache=cache, schedule=case.get("schedule"))
+        if case["first"] != "shard":
+            shard(model, case["units"], policy, placement)
+        stack: Any = model.model.layers[0].mlp.experts.gate_up_proj
+        assert stack.placements == ((placement or (lambda p: Shard(0)))(stack),)
         losses = train(model)
         kept = sum(q.cache.hits + q.cache.misses for _, _, q in quantizers_of(model))
         assert (kept == 0) == (cache == "auto"), "AUTO keeps nothing under FSDP2"
@@ -111,20 +157,21 @@ def worker(rank: int, port: int, directory: str) -> None:
     report = RolloutSync(last, engine).push()
     exported = export_checkpoint(last, Path(directory) / "out")
     results["push"], results["export"] = ([], report.fingerprint), ([], exported.fingerprint)
+    # A directory that rank 0 cannot write to, and a weight that has diverged, stop every rank's export.
+    results["export in the way"] = ([], outcome(lambda: export_checkpoint(last, Path(directory) / "out")))
+    results["ddp"] = data_parallel()
     # An engine of another contract stops every rank, instead of leaving one waiting.
     if engine is not None:
         engine._contract = Contract()
     sync = RolloutSync(last, None)
     sync.engine = engine
-    try:
-        sync.push()
-        results["mismatch"] = ([], "no error")
-    except MismatchError:
-        results["mismatch"] = ([], "mismatch here")
-    except Exception as e:
-        results["mismatch"] = ([], str(e))
+    results["mismatch"] = ([], outcome(sync.push))
     remove_qat(last)
     last(tokens())
+    with torch.no_grad():
+        last.model.layers[1].mlp.experts.down_proj.to_local().fill_(torch.nan)
+    nan = outcome(lambda: export_checkpoint(last, Path(directory) / "nan", Contract()))
+    results["export of nan"] = ([], nan)
     results["mixed"] = ([], mixed_precision())
     torch.save(results, f"{directory}/rank{rank}.pt")
     dist.barrier()
@@ -162,8 +209,25 @@ def test_sharded_push_and_export(ranks: list[dict[str, tuple[list[float], str]]]
 
 def test_a_refused_push_stops_every_rank(ranks: list[dict[str, tuple[list[float], str]]]) -> None:
     """The rank with the engine raises the error, the others learn of it; none hangs."""
-    assert ranks[0]["mismatch"][1] == "mismatch here"
-    assert ranks[1]["mismatch"][1].startswith("the push failed on rank 0: MismatchError")
+    assert ranks[0]["mismatch"][1].startswith("MismatchError: trainer and rollout follow different contracts")
+    assert ranks[1]["mismatch"][1].startswith("RefitError: the push failed on rank 0: MismatchError")
+
+
+def test_a_failed_export_stops_every_rank(ranks: list[dict[str, tuple[list[float], str]]]) -> None:
+    """Rank 0's writer fails before anything is gathered, or a NaN turns up on the way: all raise, none hangs."""
+    assert ranks[0]["export in the way"][1].startswith("CheckpointError: ")
+    assert "failed on rank 0: CheckpointError: " in ranks[1]["export in the way"][1]
+    for rank in ranks:
+        assert rank["export of nan"][1].startswith("FormatError: model.layers.1.mlp.experts")
+
+
+def test_data_parallel_training(ranks: list[dict[str, tuple[list[float], str]]]) -> None:
+    """DistributedDataParallel on two ranks: replicas keep the same bytes, and train like one process on both rows."""
+    losses, _ = ranks[0][ONE_PROCESS + "ddp"]
+    assert ranks[0]["ddp"][1] == ranks[1]["ddp"][1]
+    average = [(a + b) / 2 for a, b in zip(ranks[0]["ddp"][0], ranks[1]["ddp"][0], strict=True)]
+    assert average == pytest.approx(losses, rel=1e-3)
+    assert average[0] > average[-1]
 
 
 def test_mixed_precision_quantizes_the_master(ranks: list[dict[str, tuple[list[float], str]]]) -> None:

@@ -3,20 +3,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import distributed as dist
 from torch import nn
 
 from trainer_qat.payload import Item, Payload
 from trainer_qat.prepare import save_frozen
+from trainer_qat.ranks import Ranks, drain
 from vllm_quads.checkpoint import CheckpointWriter, Format
 from vllm_quads.checkpoint.writer import writing
 from vllm_quads.compensation import CompensationState
-from vllm_quads.nvfp4 import Contract, ContractError, PackedTensor
+from vllm_quads.nvfp4 import Contract, ContractError, PackedTensor, QuadsError
 
 DEFAULT_SHARD_BYTES = 2 * 1024**3
 
@@ -45,8 +47,9 @@ def export_checkpoint(
     """Quantize the master weights and write a checkpoint directory that appears complete, or not at all.
 
     Args:
-        model: a Hugging Face model, prepared or not. Under FSDP2 every rank calls this; rank 0 writes, and parameters
-            are gathered one at a time.
+        model: a Hugging Face model, prepared or not. Under FSDP2 every rank calls this; rank 0 writes, parameters are
+            gathered one at a time, and an error on one rank is raised on all. Under DistributedDataParallel one rank
+            calls this.
         dst: directory to create.
         contract: None takes that of the prepared model.
         tokenizer: saved with the checkpoint (anything with `save_pretrained`), or a directory whose files are copied.
@@ -63,20 +66,46 @@ def export_checkpoint(
     payload.specs()  # refuses unsupported families before anything is written
     if not (tokenizer is None or isinstance(tokenizer, (str, Path)) or hasattr(tokenizer, "save_pretrained")):
         raise ContractError(f"tokenizer: is {type(tokenizer).__name__}, expected a tokenizer, or a directory with one")
-    if payload.sharded and dist.get_rank() != 0:
-        fingerprint = _follow(payload)
-        return ExportReport(Path(dst), fingerprint, len(payload.quantized))
-    with CheckpointWriter(
-        dst,
-        format=Format.QUADS,
-        contract=payload.contract,
-        config=_config(payload.model),
-        max_shard_bytes=max_shard_bytes,
-        overwrite=overwrite,
-    ) as writer:
-        for item in payload.items():
+    ranks = Ranks.of(payload.model)
+    path, fingerprint = Path(dst), ""
+    error: BaseException | None = None
+    items = payload.items()
+    try:
+        if ranks.leads:
+            writer = CheckpointWriter(
+                dst,
+                format=Format.QUADS,
+                contract=payload.contract,
+                config=_config(payload.model),
+                max_shard_bytes=max_shard_bytes,
+                overwrite=overwrite,
+            )
+            path, fingerprint = _write(writer, items, payload, model, tokenizer, compensation)
+        drain(items)
+    except BaseException as e:
+        error = e
+        if ranks.sharded:
+            with contextlib.suppress(QuadsError):  # the others wait in a gather until this one has seen everything
+                drain(items)
+    error = ranks.agree(error, f"the export to {dst}")
+    if error is not None:
+        raise error
+    return ExportReport(path, ranks.share(fingerprint), len(payload.quantized))
+
+
+def _write(
+    writer: CheckpointWriter,
+    items: Iterator[Item],
+    payload: Payload,
+    model: nn.Module,
+    tokenizer: Any,
+    compensation: CompensationState | None,
+) -> tuple[Path, str]:
+    """Write everything; (path, fingerprint)."""
+    files = tokenizer if isinstance(tokenizer, (str, Path)) else None
+    with writer:
+        for item in items:
             _add(writer, item)
-        files = tokenizer if isinstance(tokenizer, (str, Path)) else None
         with writing(writer.dst):
             generation = getattr(payload.model, "generation_config", None)
             if generation is not None:
@@ -84,11 +113,7 @@ def export_checkpoint(
             save_frozen(model, writer.directory)
             if tokenizer is not None and files is None:
                 tokenizer.save_pretrained(writer.directory)
-        path = writer.finish(copy_files_from=files, compensation=compensation)
-        fingerprint = writer.fingerprint
-    if payload.sharded:
-        dist.broadcast_object_list([fingerprint], src=0)
-    return ExportReport(path, fingerprint, len(payload.quantized))
+        return writer.finish(copy_files_from=files, compensation=compensation), writer.fingerprint
 
 
 def _add(writer: CheckpointWriter, item: Item) -> None:
@@ -96,15 +121,6 @@ def _add(writer: CheckpointWriter, item: Item) -> None:
         writer.add_packed(item.name, item.value)
     else:
         writer.add(item.name, item.value)
-
-
-def _follow(payload: Payload) -> str:
-    """Take part in the gathering that rank 0 needs, and learn the fingerprint from it."""
-    for _ in payload.items():
-        pass
-    received: list[str] = [""]
-    dist.broadcast_object_list(received, src=0)
-    return received[0]
 
 
 def _config(model: nn.Module) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from trainer_qat.payload import Item, Payload
+from trainer_qat.ranks import Ranks
 from vllm_quads.nvfp4 import (
     Contract,
     ContractError,
@@ -116,7 +116,7 @@ class RolloutSync:
             with contextlib.suppress(QuadsError):  # other ranks wait in a gather until this one has seen everything
                 for _ in stream:
                     pass
-            error = _agree(error)
+            error = Ranks.of(self.payload.model).agree(error, "the push", RefitError)
         stream.close()
         if error is not None:
             raise error
@@ -218,13 +218,3 @@ def _progress_line(show: bool, total: int) -> Iterator[Callable[[Item], None]]:
     with Progress(*columns, transient=True) as bar:
         task = bar.add_task("push", total=total)
         yield lambda item: bar.update(task, advance=1 if item.quantized else 0)
-
-
-def _agree(error: BaseException | None) -> BaseException | None:
-    """The error of this rank, or one that tells of another rank's."""
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
-    other = next((f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None), None)
-    if error is None and other is not None:
-        return RefitError(f"the push failed on {other}")
-    return error

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks that share one model: who acts for all, and how they all learn of an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from vllm_quads.nvfp4 import QuadsError
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks over which a model is sharded."""
+
+    sharded: bool
+    """False for a model that is whole on every rank (also under DistributedDataParallel)."""
+    group: Any = None
+    """Process group of the device mesh; None for all ranks."""
+
+    @staticmethod
+    def of(model: nn.Module) -> Ranks:
+        """The ranks of a model; modules are asked too, for a unit may hold its full parameters after a forward pass."""
+        meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+        if not meshes and not any(isinstance(m, FSDPModule) for m in model.modules()):
+            return Ranks(False)
+        # The mesh of a trainer that shares its world with others; larger meshes span the world.
+        one_dimensional = bool(meshes) and meshes[0].ndim == 1
+        return Ranks(True, meshes[0].get_group() if one_dimensional else None)
+
+    @property
+    def leads(self) -> bool:
+        """True on the rank that acts for all of them."""
+        return not self.sharded or dist.get_rank(self.group) == 0
+
+    def agree(
+        self, error: BaseException | None, what: str, kind: type[QuadsError] = QuadsError
+    ) -> BaseException | None:
+        """The error of this rank, or one (of this kind) that tells of another's; None if all went well. Collective."""
+        if not self.sharded:
+            return error
+        messages: list[str | None] = [None] * dist.get_world_size(self.group)
+        mine = None if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(messages, mine, group=self.group)
+        other = next((f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None), None)
+        return kind(f"{what} failed on {other}") if error is None and other is not None else error
+
+    def share(self, value: _T) -> _T:
+        """The leading rank's value, on all of them. A collective."""
+        if not self.sharded:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, group_src=0, group=self.group)
+        return values[0]
+
+
+def drain(items: Iterator[Any]) -> None:
+    """Take part in the gathering that other ranks still need."""
+    for _ in items:
+        pass
