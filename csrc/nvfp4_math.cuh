@@ -45,6 +45,13 @@ QUADS_HD float rcp_rn(float a) { return 1.0f / a; }
 QUADS_HD float fma_rn(float a, float b, float c) { return std::fma(a, b, c); }
 #endif
 
+QUADS_HD float magnitude(float x) {
+#ifdef __CUDA_ARCH__
+  return fabsf(x);
+#else
+  return from_bits(bits(x) & 0x7FFFFFFFu);
+#endif
+}
 QUADS_HD bool is_finite(float x) { return (bits(x) & 0x7F800000u) != 0x7F800000u; }
 
 // max(|a|, |b|); NaN wins.
@@ -66,26 +73,33 @@ QUADS_HD float encode_scale(float amax, float range) {
   return g > kFltMax ? kFltMax : g;
 }
 
-// Round |y| <= 7 to the nearest E2M1 value, ties to even. Adding and subtracting 1.5 * 2^22, 2^23 or 2^24 rounds to a multiple of
-// 0.5, 1 or 2, the step of the grid around y. A zero result is +0. NaN stays NaN.
-QUADS_HD float e2m1_round(float y) {
-  const float m = from_bits(bits(y) & 0x7FFFFFFFu);
+// Rounding to E2M1 (ties to even). The grid has steps of 0.5 below 2, 1 below 4 and 2 above, and a float32 sum near 2^22 m has
+// just the step that belongs to m. So with m = max(a, 1.5), which keeps the sum in the binade of 2^22 m, two FMAs round a; where
+// a sum falls into the binade below, a is within two ulps of 2 or 4 and goes to 2 or 4 either way. 2^22 m is an even multiple
+// of the step at every tie. `tests/test_kernels_math.py` goes through every float.
+
+// 0 <= a < 7 to E2M1. NaN stays NaN.
+QUADS_HD float e2m1_round(float a) {
+  const float m = a > 1.5f ? a : 1.5f;
+  const float rest = fma_rn(m, 4194304.0f, -a);
+  return fma_rn(m, 4194304.0f, -rest);
+}
+
+// The same for 0 <= a <= 4.5: 2^23 - 2 + a has step 0.5 for a < 2 and step 1 above.
+QUADS_HD float e2m1_round_small(float a) { return sub_rn(add_rn(a, 8388606.0f), 8388606.0f); }
+
+// The same for any a >= 0, saturating at 6.
+QUADS_HD float e2m1_round_saturating(float a) { return e2m1_round(a > 6.0f ? 6.0f : a); }
+
+// Round |y| < 7, a zero result is +0: the step comes from the exponent of max(|y|, 1), and 1.5 * 2^22 steps are added.
+QUADS_HD float e2m1_round_signed(float y) {
+  const float m = magnitude(y);
   const float e = from_bits(bits(m > 1.0f ? m : 1.0f) & 0x7F800000u);
-  const float magic = mul_rn(e, 6291456.0f);
-  return sub_rn(add_rn(y, magic), magic);
+  return fma_rn(e, -6291456.0f, fma_rn(e, 6291456.0f, y));
 }
 
-// The same for any y but NaN, saturating at 6.
-QUADS_HD float e2m1_round_saturating(float y) { return e2m1_round(y > 6.0f ? 6.0f : y < -6.0f ? -6.0f : y); }
-
-// 4-bit code (sign << 3 | magnitude) of a value on the E2M1 grid.
-QUADS_HD uint32_t e2m1_code(float v) {
-  uint32_t u = bits(v);
-  uint32_t mag = u & 0x7FFFFFFFu;
-  uint32_t code = mag >= 0x3F800000u ? (mag >> 22) - 252u : (mag != 0u ? 1u : 0u);
-  if (mag > 0x7F800000u) return 0u;  // NaN: the NaN block scale carries it
-  return code | ((u >> 28) & 8u);
-}
+// 3-bit code of an E2M1 magnitude: scaled by 2^-126, float32's exponent and first fraction bit are E2M1's, subnormal included.
+QUADS_HD uint32_t e2m1_code(float q) { return bits(mul_rn(q, 1.17549435e-38f)) >> 22; }
 
 // Value of a non-negative E4M3 byte.
 QUADS_HD float e4m3_value(uint32_t byte) {
@@ -117,61 +131,54 @@ QUADS_HD uint32_t e4m3_byte(float x) {
 #endif
 }
 
-// Scale byte, its value s and the multiplier o = min(1 / (s * decode), FLT_MAX).
+// Scale byte, its value s and d = s * decode, the step of a block's grid.
 struct BlockScale {
   uint32_t byte;
   float s;
-  float o;
+  float d;
 };
 
 QUADS_HD BlockScale block_scale(float sf, float decode) {
   BlockScale b;
   b.byte = e4m3_byte(sf);
   b.s = e4m3_value(b.byte);
-  const float o = rcp_rn(mul_rn(b.s, decode));
-  b.o = o > kFltMax ? kFltMax : o;
+  b.d = mul_rn(b.s, decode);
   return b;
 }
 
+// o = min(1 / d, FLT_MAX), what a block is multiplied with.
+QUADS_HD float multiplier(float d) {
+  const float o = rcp_rn(d);
+  return o > kFltMax ? kFltMax : o;
+}
+
+// 1 / d for kSmallest <= d <= kLargest: the steps of the rounded reciprocal without those for the ends of the range.
+constexpr float kSmallest = 8.8817842e-16f, kLargest = 1.1258999e15f;  // 2^-50, 2^50
+QUADS_HD float reciprocal(float d) {
+#ifdef __CUDA_ARCH__
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
+  return fma_rn(r, fma_rn(-d, r, 1.0f), r);
+#else
+  return 1.0f / d;
+#endif
+}
+
+// max |x|; a tree, because a chain of sixteen would be waited for.
 QUADS_HD float amax16(const float (&x)[16]) {
-  float m = max_magnitude(x[0], x[1]);
+  float m[8];
 #pragma unroll
-  for (int i = 2; i < 16; ++i) m = max_magnitude(m, x[i]);
-  return m;
+  for (int i = 0; i < 8; ++i) m[i] = max_magnitude(x[i], x[i + 8]);
+#pragma unroll
+  for (int half = 4; half >= 1; half >>= 1)
+#pragma unroll
+    for (int i = 0; i < half; ++i) m[i] = max_magnitude(m[i], m[i + half]);
+  return m[0];
 }
 
-// sf = m * (g * f32(1/6)); NaN (one pattern) where the block or sf is not finite as the reference has it.
-QUADS_HD float scale_factor(float m, float g) {
-  float sf = mul_rn(m, mul_rn(g, kOneSixth));
-  return (is_finite(m) && !(bits(sf) << 1 > 0xFF000000u)) ? sf : from_bits(0x7FC00000u);
-}
-
-// q = e2m1(x * o) of a block with amax m. Saturation is a rare case: only where the block scale itself was rounded far down.
-QUADS_HD void round_block(const float (&x)[16], float m, float o, float (&q)[16]) {
-  if (mul_rn(m, o) >= 7.0f) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) q[i] = e2m1_round_saturating(mul_rn(x[i], o));
-  } else {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) q[i] = e2m1_round(mul_rn(x[i], o));
-  }
-}
-
-// A quantized block: p = q s (exact) and the residual r = x - p * decode (two roundings).
-struct Block {
-  BlockScale scale;
-  float p[16];
-  float r[16];
-};
-
-QUADS_HD void encode_block(const float (&x)[16], float m, float sf, float decode, Block& b) {
-  b.scale = block_scale(sf, decode);
-  round_block(x, m, b.scale.o, b.p);
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    b.p[i] = mul_rn(b.p[i], b.scale.s);
-    b.r[i] = sub_rn(x[i], mul_rn(b.p[i], decode));
-  }
+// sf = m * (g * f32(1/6)), NaN for a block that is not finite; sixth = g * f32(1/6).
+QUADS_HD float scale_factor(float m, float sixth) {
+  return mul_rn(m <= kFltMax ? m : from_bits(0x7FC00000u), sixth);
 }
 
 // Sum of squares by halves.
@@ -186,44 +193,121 @@ QUADS_HD float block_error(const float (&r)[16]) {
   return e[0];
 }
 
-// Main quantization. FOUR: choose between mapping the amax to 6 and to 4, by squared error, 6 at a tie.
-template <bool FOUR>
-QUADS_HD void quantize_block(const float (&x)[16], float g, float decode, Block& b) {
-  const float m = amax16(x);
-  const float sf = scale_factor(m, g);
-  encode_block(x, m, sf, decode, b);
-  if (FOUR) {
-    Block four;
-    encode_block(x, m, mul_rn(sf, 1.5f), decode, four);
-    if (block_error(four.r) < block_error(b.r)) b = four;
-  }
-}
-
-// Second quantization of the residual, with the same global scale and block scales of its own: E2M1 values qr.
-QUADS_HD BlockScale quantize_residual(const Block& b, float g, float decode, float (&qr)[16]) {
-  const float m = amax16(b.r);
-  const BlockScale s = block_scale(scale_factor(m, g), decode);
-  round_block(b.r, m, s.o, qr);
-  return s;
-}
-
-// The codes of a residual carry no negative zero: where x is -0, so is p in the reference, and r is +0. Here p lost the sign.
-QUADS_HD void drop_negative_zeros(float (&r)[16]) {
-#pragma unroll
-  for (int i = 0; i < 16; ++i) r[i] = add_rn(r[i], 0.0f);
-}
-
-// 4-bit codes of a block as the packed form has them: x * o once more, with the sign of zero that rounding keeps.
-QUADS_HD void block_codes(const float (&x)[16], float o, uint32_t (&words)[2]) {
-  const float m = amax16(x);
-  float q[16];
-  round_block(x, m, o, q);
-  words[0] = words[1] = 0;
+// A block with one scale, as the reference has it, for any values: E2M1 magnitudes q and the squared error.
+QUADS_HD float encode_block(const float (&x)[16], const BlockScale& b, float decode, float (&q)[16]) {
+  const float o = multiplier(b.d);
+  float r[16];
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    const float sign = from_bits(bits(q[i]) | (bits(mul_rn(x[i], o)) & 0x80000000u));
-    words[i / 8] |= (m == 0.0f ? 0u : e2m1_code(sign)) << (4 * (i % 8));
+    q[i] = e2m1_round_saturating(mul_rn(magnitude(x[i]), o));
+    r[i] = sub_rn(magnitude(x[i]), mul_rn(mul_rn(q[i], b.s), decode));
   }
+  return block_error(r);
+}
+
+// Margin of the quick choice between the two scales, see `quantize_block`.
+constexpr float kMargin = 1.52587890625e-05f;  // 2^-16
+
+// Main quantization of a block with amax m: its scale and the E2M1 magnitudes q; signs are those of x.
+// FOUR: choose between mapping m to 6 and to 4, by squared error, 6 at a tie.
+//
+// The squared errors are d^2 S with S the sum of (|x| o - q)^2, which takes two operations an element. With u = 2^-24 the reference's
+// residuals differ from d (|x| o - q) by less than 29 u d (|x| o and q are below 7, each operation rounds once), hence
+// its error from d^2 S by less than 232 u d^2 sqrt(S) + 20 u d^2 S, hence by less than 2^-16 d^2 (1 + S). Only where the two
+// are nearer to each other than the sum of these bounds, and for scales so small or large that float32 could lose bits,
+// are both errors computed as the reference does.
+template <bool FOUR>
+QUADS_HD BlockScale quantize_block(const float (&x)[16], float m, float sixth, float decode, float (&q)[16]) {
+  const float sf = scale_factor(m, sixth);
+  const BlockScale six = block_scale(sf, decode);
+  if (!FOUR) {
+    const float o = reciprocal(six.d);
+    if (six.d >= kSmallest && six.d <= kLargest && mul_rn(m, o) < 7.0f) {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) q[i] = e2m1_round(mul_rn(magnitude(x[i]), o));
+    } else {
+      const float any = multiplier(six.d);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) q[i] = e2m1_round_saturating(mul_rn(magnitude(x[i]), any));
+    }
+    return six;
+  }
+  const BlockScale four = block_scale(mul_rn(sf, 1.5f), decode);
+  const float o6 = reciprocal(six.d), o4 = reciprocal(four.d);
+  bool settled = false, take_four = false;
+  if (six.d >= kSmallest && four.d <= kLargest && mul_rn(m, o6) < 7.0f && mul_rn(m, o4) <= 4.5f) {
+    float q4[16], s6[2] = {0.0f, 0.0f}, s4[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float a = mul_rn(magnitude(x[i]), o6), b = mul_rn(magnitude(x[i]), o4);
+      q[i] = e2m1_round(a);
+      q4[i] = e2m1_round_small(b);
+      const float da = sub_rn(a, q[i]), db = sub_rn(b, q4[i]);
+      s6[i & 1] = fma_rn(da, da, s6[i & 1]);
+      s4[i & 1] = fma_rn(db, db, s4[i & 1]);
+    }
+    const float w6 = six.s * six.s, w4 = four.s * four.s;  // decode^2 is common to both
+    const float e6 = w6 * (s6[0] + s6[1]), e4 = w4 * (s4[0] + s4[1]);
+    settled = magnitude(e6 - e4) > kMargin * ((w6 + e6) + (w4 + e4));
+    take_four = e4 < e6;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) q[i] = take_four ? q4[i] : q[i];
+  }
+  if (!settled) {
+    float q4[16];
+    const float e6 = encode_block(x, six, decode, q), e4 = encode_block(x, four, decode, q4);
+    take_four = e4 < e6;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) q[i] = take_four ? q4[i] : q[i];
+  }
+  return take_four ? four : six;
+}
+
+// What the first quantization left of |x|: p = q s (exact) and r = |x| - p * decode (two roundings).
+QUADS_HD void residual_block(const float (&x)[16], const float (&q)[16], float s, float decode, float (&p)[16], float (&r)[16]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    p[i] = mul_rn(q[i], s);
+    r[i] = sub_rn(magnitude(x[i]), mul_rn(p[i], decode));
+  }
+}
+
+// Second quantization, with the same global scale and a block scale of its own: E2M1 values qr, +0 where they are zero.
+QUADS_HD BlockScale quantize_residual(const float (&r)[16], float sixth, float decode, float (&qr)[16]) {
+  const float m = amax16(r);
+  const BlockScale b = block_scale(scale_factor(m, sixth), decode);
+  const float o = reciprocal(b.d);
+  if (b.d >= kSmallest && b.d <= kLargest && mul_rn(m, o) < 7.0f) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) qr[i] = e2m1_round_signed(mul_rn(r[i], o));
+  } else {
+    const float any = multiplier(b.d);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float y = mul_rn(r[i], any);
+      qr[i] = e2m1_round_signed(y > 6.0f ? 6.0f : y < -6.0f ? -6.0f : y);
+    }
+  }
+  return b;
+}
+
+// 4-bit codes of a block: magnitudes q with the signs of x, zero for a block of zeros or NaN.
+QUADS_HD void block_codes(const float (&q)[16], const float (&x)[16], bool empty, uint32_t (&words)[2]) {
+  words[0] = words[1] = 0;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) words[i / 8] |= (e2m1_code(q[i]) | ((bits(x[i]) >> 28) & 8u)) << (4 * (i % 8));
+  if (empty) words[0] = words[1] = 0;
+}
+
+// The same of a residual: r is that of |x|, and where it is exactly zero the code is 0 and not a negative zero.
+QUADS_HD void residual_codes(const float (&qr)[16], const float (&r)[16], const float (&x)[16], bool empty, uint32_t (&words)[2]) {
+  float q[16], sign[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    q[i] = magnitude(qr[i]);
+    sign[i] = r[i] == 0.0f ? 0.0f : from_bits(bits(r[i]) ^ (bits(x[i]) & 0x80000000u));
+  }
+  block_codes(q, sign, empty, words);
 }
 
 }  // namespace quads

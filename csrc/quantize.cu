@@ -47,14 +47,36 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kMaxExperts = 1024;
 
+// 16 channels as they are in memory, and as float32 after centring.
+struct RawBlock {
+  uint4 v[2];
+};
+
 template <typename T>
-__device__ __forceinline__ void load_block(const T* p, const float* center, float (&x)[16]) {
-  uint4 raw[2];
-  raw[0] = *reinterpret_cast<const uint4*>(p);
-  raw[1] = *reinterpret_cast<const uint4*>(p + 8);
-  const T* values = reinterpret_cast<const T*>(raw);
+__device__ __forceinline__ RawBlock load_raw(const T* p) {
+  return {reinterpret_cast<const uint4*>(p)[0], reinterpret_cast<const uint4*>(p)[1]};
+}
+
+template <typename T>
+__device__ __forceinline__ float2 unpack2(uint32_t w);
+template <>
+__device__ __forceinline__ float2 unpack2<__nv_bfloat16>(uint32_t w) {
+  return make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u));
+}
+template <>
+__device__ __forceinline__ float2 unpack2<__half>(uint32_t w) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&w));
+}
+
+template <typename T>
+__device__ __forceinline__ void unpack_block(const RawBlock& raw, const float* center, float (&x)[16]) {
+  const uint32_t words[8] = {raw.v[0].x, raw.v[0].y, raw.v[0].z, raw.v[0].w, raw.v[1].x, raw.v[1].y, raw.v[1].z, raw.v[1].w};
 #pragma unroll
-  for (int i = 0; i < 16; ++i) x[i] = to_float<T>(values[i]);
+  for (int i = 0; i < 8; ++i) {
+    const float2 v = unpack2<T>(words[i]);
+    x[2 * i] = v.x;
+    x[2 * i + 1] = v.y;
+  }
   if (center != nullptr) {
     const float4* c = reinterpret_cast<const float4*>(center);
 #pragma unroll
@@ -91,81 +113,131 @@ __device__ __forceinline__ float row_max(float m) {
   return m;
 }
 
-template <typename T, bool FOUR, bool PACKED, int TPR>
-__device__ __forceinline__ void quantize_rows(const QuantizeArgs& p, int first_row) {
-  const int lane = threadIdx.x % TPR;
-  const int row = first_row + threadIdx.x / TPR;
-  const int group = row >= p.rows ? -1 : p.group == nullptr ? 0 : p.group[row];
-  const bool active = group >= 0;
-  const int blocks = p.k / 16;
-  const T* x = reinterpret_cast<const T*>(p.x) + (int64_t)row * p.ldx;
+// What is the same for all blocks of a row.
+struct Row {
+  float sixth, decode;  // g * f32(1/6), 1 / g
+  int64_t index;
+  int group;
+  bool full;
+};
 
-  float v[16];
-  float m = 0.0f;
-  if (p.g == nullptr) {
-    if (active)
-      for (int b = lane; b < blocks; b += TPR) {
-        load_block<T>(x + 16 * b, p.center == nullptr ? nullptr : p.center + 16 * b, v);
-        m = max_magnitude(m, amax16(v));
-      }
-    m = row_max<TPR>(m);
+__device__ __forceinline__ void store16(__half* target, const float (&v)[16], const float (&sign)[16]) {
+  uint32_t out[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const __half2 h = __floats2half2_rn(v[2 * j], v[2 * j + 1]);
+    const uint32_t signs = __byte_perm(__float_as_uint(sign[2 * j]), __float_as_uint(sign[2 * j + 1]), 0x7632);
+    out[j] = *reinterpret_cast<const uint32_t*>(&h) ^ (signs & 0x80008000u);
   }
-  if (!active) return;
-  const float g = p.g != nullptr ? p.g[group] : encode_scale(m, FOUR ? kRangeFourOverSix : kRangeMaxToSix);
-  const float decode = div_rn(1.0f, g);
-  if (lane == 0) p.decode[row] = decode;
-  const bool full = p.full_all || (p.full != nullptr && p.full[row / p.full_divisor]);
+  reinterpret_cast<uint4*>(target)[0] = make_uint4(out[0], out[1], out[2], out[3]);
+  reinterpret_cast<uint4*>(target)[1] = make_uint4(out[4], out[5], out[6], out[7]);
+}
 
-  const int total = PACKED ? blocks + p.num_appended : p.ldm / 16;
-  for (int i = lane; i < total; i += TPR) {
-    const bool appended = PACKED && i >= blocks;
-    const int b = appended ? p.appended[i - blocks] : i;
-    if (!PACKED && b >= blocks) {
-      uint4* out = reinterpret_cast<uint4*>(p.merged + (int64_t)row * p.ldm + 16 * b);
-      out[0] = out[1] = make_uint4(0, 0, 0, 0);
-      continue;
-    }
-    // the block of the first pass is still in registers when a thread has only one
-    if (blocks > TPR || p.g != nullptr || appended)
-      load_block<T>(x + 16 * b, p.center == nullptr ? nullptr : p.center + 16 * b, v);
-    Block block;
-    quantize_block<FOUR>(v, g, decode, block);
-    if (PACKED) {
-      BlockScale s = block.scale;
-      uint32_t words[2];
-      if (appended) {
-        float qr[16];
-        s = quantize_residual(block, g, decode, qr);
-        drop_negative_zeros(block.r);
-        block_codes(block.r, s.o, words);
-      } else {
-        block_codes(v, s.o, words);
-      }
-      *reinterpret_cast<uint2*>(p.codes + (int64_t)row * (total * 8) + i * 8) = make_uint2(words[0], words[1]);
-      p.scales[scale_offset(row, i, total, p.swizzled)] = (uint8_t)s.byte;
+// Output block i of a row from block b of its input x (with amax m).
+template <bool FOUR, bool PACKED>
+__device__ __forceinline__ void write_block(const QuantizeArgs& p, const Row& row, int blocks, int i, int b, const float (&x)[16], float m) {
+  float q[16];
+  const BlockScale s = quantize_block<FOUR>(x, m, row.sixth, row.decode, q);
+  if (PACKED) {
+    const int total = blocks + p.num_appended;
+    uint32_t words[2], byte = s.byte;
+    if (i >= blocks) {
+      float v[16], r[16], qr[16];
+      residual_block(x, q, s.s, row.decode, v, r);
+      byte = quantize_residual(r, row.sixth, row.decode, qr).byte;
+      residual_codes(qr, r, x, qr[0] != qr[0], words);
     } else {
-      if (full || (p.mask != nullptr && p.mask[(int64_t)group * blocks + b])) {
-        float qr[16];
-        const BlockScale r = quantize_residual(block, g, decode, qr);
-        // p is exact, and so is its sum with qr * s: one rounding, to FP16
-#pragma unroll
-        for (int j = 0; j < 16; ++j) block.p[j] = fma_rn(qr[j], r.s, block.p[j]);
-      }
-      __half2 out[8];
-#pragma unroll
-      for (int j = 0; j < 8; ++j) out[j] = __floats2half2_rn(block.p[2 * j], block.p[2 * j + 1]);
-      uint4* target = reinterpret_cast<uint4*>(p.merged + (int64_t)row * p.ldm + 16 * b);
-      target[0] = reinterpret_cast<const uint4*>(out)[0];
-      target[1] = reinterpret_cast<const uint4*>(out)[1];
+      block_codes(q, x, m == 0.0f || q[0] != q[0], words);
     }
+    *reinterpret_cast<uint2*>(p.codes + row.index * (total * 8) + i * 8) = make_uint2(words[0], words[1]);
+    p.scales[scale_offset((int)row.index, i, total, p.swizzled)] = (uint8_t)byte;
+  } else {
+    float v[16];
+    if (row.full || (p.mask != nullptr && p.mask[(int64_t)row.group * blocks + b])) {
+      float r[16], qr[16];
+      residual_block(x, q, s.s, row.decode, v, r);
+      const float sr = quantize_residual(r, row.sixth, row.decode, qr).s;
+      // q s is exact, and so is its sum with qr sr: one rounding, to FP16
+#pragma unroll
+      for (int j = 0; j < 16; ++j) v[j] = fma_rn(qr[j], sr, v[j]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 16; ++j) v[j] = mul_rn(q[j], s.s);
+    }
+    store16(p.merged + row.index * p.ldm + 16 * i, v, x);
   }
 }
 
-template <typename T, bool FOUR, bool PACKED, int TPR>
+// HOLD blocks of a thread stay in registers between the row's amax and its quantization; 0: they are read again.
+template <typename T, bool FOUR, bool PACKED, int TPR, int HOLD>
+__device__ __forceinline__ void quantize_rows(const QuantizeArgs& p, int first_row) {
+  const int lane = threadIdx.x % TPR;
+  const int index = first_row + threadIdx.x / TPR;
+  const int group = index >= p.rows ? -1 : p.group == nullptr ? 0 : p.group[index];
+  const bool active = group >= 0;
+  const int blocks = p.k / 16;
+  const T* x = reinterpret_cast<const T*>(p.x) + (int64_t)index * p.ldx;
+  constexpr int KEPT = HOLD > 0 ? HOLD : 1;
+  float v[KEPT][16], own[KEPT];
+  float m = 0.0f;
+  if (active) {
+    if (HOLD > 0) {
+      RawBlock raw[KEPT];
+#pragma unroll
+      for (int j = 0; j < KEPT; ++j)
+        if (lane + j * TPR < blocks) raw[j] = load_raw<T>(x + 16 * (lane + j * TPR));
+#pragma unroll
+      for (int j = 0; j < KEPT; ++j)
+        if (lane + j * TPR < blocks) {
+          unpack_block<T>(raw[j], p.center == nullptr ? nullptr : p.center + 16 * (lane + j * TPR), v[j]);
+          own[j] = amax16(v[j]);
+          m = max_magnitude(m, own[j]);
+        }
+    } else if (p.g == nullptr) {
+#pragma unroll 4
+      for (int b = lane; b < blocks; b += TPR) {
+        unpack_block<T>(load_raw<T>(x + 16 * b), p.center == nullptr ? nullptr : p.center + 16 * b, v[0]);
+        m = max_magnitude(m, amax16(v[0]));
+      }
+    }
+  }
+  if (p.g == nullptr) m = row_max<TPR>(m);
+  if (!active) return;
+  const float g = p.g != nullptr ? p.g[group] : encode_scale(m, FOUR ? kRangeFourOverSix : kRangeMaxToSix);
+  Row row;
+  row.sixth = mul_rn(g, kOneSixth);
+  row.decode = div_rn(1.0f, g);
+  row.index = index;
+  row.group = group;
+  row.full = p.full_all || (p.full != nullptr && p.full[index / p.full_divisor]);
+  if (lane == 0) p.decode[index] = row.decode;
+
+  if (HOLD > 0) {
+#pragma unroll
+    for (int j = 0; j < KEPT; ++j)
+      if (lane + j * TPR < blocks) write_block<FOUR, PACKED>(p, row, blocks, lane + j * TPR, lane + j * TPR, v[j], own[j]);
+  }
+  // blocks that are not held, appended blocks
+  if (HOLD == 0 || PACKED) {
+    const int total = PACKED ? blocks + p.num_appended : blocks;
+    for (int i = HOLD > 0 ? blocks + lane : lane; i < total; i += TPR) {
+      const int b = PACKED && i >= blocks ? p.appended[i - blocks] : i;
+      unpack_block<T>(load_raw<T>(x + 16 * b), p.center == nullptr ? nullptr : p.center + 16 * b, v[0]);
+      write_block<FOUR, PACKED>(p, row, blocks, i, b, v[0], amax16(v[0]));
+    }
+  }
+  if (!PACKED)  // padding
+    for (int b = blocks + lane; b < p.ldm / 16; b += TPR) {
+      uint4* out = reinterpret_cast<uint4*>(p.merged + (int64_t)index * p.ldm + 16 * b);
+      out[0] = out[1] = make_uint4(0, 0, 0, 0);
+    }
+}
+
+template <typename T, bool FOUR, bool PACKED, int TPR, int HOLD>
 __global__ void __launch_bounds__(kThreads) quantize_kernel(const QuantizeArgs p) {
   grid_dependency_launch();
   grid_dependency_wait();
-  quantize_rows<T, FOUR, PACKED, TPR>(p, blockIdx.x * (kThreads / TPR));
+  quantize_rows<T, FOUR, PACKED, TPR, HOLD>(p, blockIdx.x * (kThreads / TPR));
 }
 
 // Grouping: pairs by local expert, each expert's list cut into equal segments of at most `capacity`. The order of pairs within an
@@ -280,14 +352,14 @@ __global__ void __launch_bounds__(kThreads) scatter_kernel(const AlignArgs p) {
 }
 
 // Grouping (the first blocks) and quantization of the layer's input (the others) in one launch.
-template <typename T, bool FOUR, int TPR>
+template <typename T, bool FOUR, int TPR, int HOLD>
 __global__ void __launch_bounds__(kThreads) prologue_kernel(const AlignArgs a, const QuantizeArgs p) {
   grid_dependency_launch();
   grid_dependency_wait();
   if ((int)blockIdx.x < a.blocks)
     align_pairs(a);
   else
-    quantize_rows<T, FOUR, false, TPR>(p, (blockIdx.x - a.blocks) * (kThreads / TPR));
+    quantize_rows<T, FOUR, false, TPR, HOLD>(p, (blockIdx.x - a.blocks) * (kThreads / TPR));
 }
 
 template <typename T>
@@ -328,37 +400,50 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const In* y, const int* p
   }
 }
 
-int threads_per_row(int k) {
+// Calls f<TPR, HOLD>(): threads of a row, and blocks that each keeps in registers. Few rows are spread over as many threads as
+// they have blocks; with many, a thread takes several blocks, which shares the work that belongs to a row.
+template <typename F>
+int for_shape(int rows, int k, F f) {
   const int blocks = k / 16;
-  int t = 16;
-  while (t < blocks && t < kThreads) t *= 2;
-  return t;
+  if (blocks <= 16) return f.template operator()<16, 1>();
+  if (blocks <= 32) return f.template operator()<32, 1>();
+  if (blocks <= 64) return f.template operator()<64, 1>();
+  if (blocks <= 128) return f.template operator()<128, 1>();
+  if (blocks <= 256) return f.template operator()<256, 1>();
+  return f.template operator()<256, 0>();
 }
 
 template <typename T, bool FOUR, bool PACKED>
-int launch_quantize(const QuantizeArgs& p, cudaStream_t s) {
-  const int tpr = threads_per_row(p.k);
-  const dim3 grid((p.rows + kThreads / tpr - 1) / (kThreads / tpr));
-  switch (tpr) {
-    case 16: return launch(quantize_kernel<T, FOUR, PACKED, 16>, grid, dim3(kThreads), 0, s, p);
-    case 32: return launch(quantize_kernel<T, FOUR, PACKED, 32>, grid, dim3(kThreads), 0, s, p);
-    case 64: return launch(quantize_kernel<T, FOUR, PACKED, 64>, grid, dim3(kThreads), 0, s, p);
-    case 128: return launch(quantize_kernel<T, FOUR, PACKED, 128>, grid, dim3(kThreads), 0, s, p);
-    default: return launch(quantize_kernel<T, FOUR, PACKED, 256>, grid, dim3(kThreads), 0, s, p);
+struct LaunchQuantize {
+  const QuantizeArgs& p;
+  cudaStream_t s;
+  template <int TPR, int HOLD>
+  int operator()() const {
+    const dim3 grid((p.rows + kThreads / TPR - 1) / (kThreads / TPR));
+    return launch(quantize_kernel<T, FOUR, PACKED, TPR, HOLD>, grid, dim3(kThreads), 0, s, p);
   }
+};
+
+template <typename T, bool FOUR>
+struct LaunchPrologue {
+  const AlignArgs& a;
+  const QuantizeArgs& p;
+  cudaStream_t s;
+  template <int TPR, int HOLD>
+  int operator()() const {
+    const dim3 grid(a.blocks + (p.rows + kThreads / TPR - 1) / (kThreads / TPR));
+    return launch(prologue_kernel<T, FOUR, TPR, HOLD>, grid, dim3(kThreads), 0, s, a, p);
+  }
+};
+
+template <typename T, bool FOUR, bool PACKED>
+int launch_quantize(const QuantizeArgs& p, cudaStream_t s) {
+  return for_shape(p.rows, p.k, LaunchQuantize<T, FOUR, PACKED>{p, s});
 }
 
 template <typename T, bool FOUR>
 int launch_prologue(const AlignArgs& a, const QuantizeArgs& p, cudaStream_t s) {
-  const int tpr = threads_per_row(p.k);
-  const dim3 grid(a.blocks + (p.rows + kThreads / tpr - 1) / (kThreads / tpr));
-  switch (tpr) {
-    case 16: return launch(prologue_kernel<T, FOUR, 16>, grid, dim3(kThreads), 0, s, a, p);
-    case 32: return launch(prologue_kernel<T, FOUR, 32>, grid, dim3(kThreads), 0, s, a, p);
-    case 64: return launch(prologue_kernel<T, FOUR, 64>, grid, dim3(kThreads), 0, s, a, p);
-    case 128: return launch(prologue_kernel<T, FOUR, 128>, grid, dim3(kThreads), 0, s, a, p);
-    default: return launch(prologue_kernel<T, FOUR, 256>, grid, dim3(kThreads), 0, s, a, p);
-  }
+  return for_shape(p.rows, p.k, LaunchPrologue<T, FOUR>{a, p, s});
 }
 
 template <typename In>

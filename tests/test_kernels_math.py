@@ -25,27 +25,46 @@ using namespace quads;
 extern "C" void run(const float* x, int blocks, float amax, int four, float* decode_out, float* p, float* merged,
                     uint32_t* codes, uint8_t* scales, uint32_t* rcodes, uint8_t* rscales) {
   const float g = encode_scale(amax, four ? kRangeFourOverSix : kRangeMaxToSix);
-  const float decode = rcp_rn(g);
+  const float decode = rcp_rn(g), sixth = mul_rn(g, kOneSixth);
   *decode_out = decode;
   for (int b = 0; b < blocks; ++b) {
-    float v[16], qr[16];
+    float v[16], q[16], main[16], r[16], qr[16];
     for (int i = 0; i < 16; ++i) v[i] = x[16 * b + i];
-    Block block;
-    if (four) quantize_block<true>(v, g, decode, block); else quantize_block<false>(v, g, decode, block);
-    const BlockScale r = quantize_residual(block, g, decode, qr);
+    const float m = amax16(v);
+    const BlockScale s =
+        four ? quantize_block<true>(v, m, sixth, decode, q) : quantize_block<false>(v, m, sixth, decode, q);
+    residual_block(v, q, s.s, decode, main, r);
+    const BlockScale sr = quantize_residual(r, sixth, decode, qr);
     uint32_t words[2];
-    block_codes(v, block.scale.o, words);
+    block_codes(q, v, m == 0.0f || q[0] != q[0], words);
     codes[2 * b] = words[0], codes[2 * b + 1] = words[1];
-    drop_negative_zeros(block.r);
-    block_codes(block.r, r.o, words);
+    residual_codes(qr, r, v, qr[0] != qr[0], words);
     rcodes[2 * b] = words[0], rcodes[2 * b + 1] = words[1];
-    scales[b] = (uint8_t)block.scale.byte;
-    rscales[b] = (uint8_t)r.byte;
+    scales[b] = (uint8_t)s.byte;
+    rscales[b] = (uint8_t)sr.byte;
     for (int i = 0; i < 16; ++i) {
-      p[16 * b + i] = block.p[i];
-      merged[16 * b + i] = fma_rn(qr[i], r.s, block.p[i]);
+      const bool negative = bits(v[i]) >> 31;
+      const float sum = fma_rn(qr[i], sr.s, main[i]);
+      p[16 * b + i] = negative ? -main[i] : main[i];
+      merged[16 * b + i] = negative ? -sum : sum;
     }
   }
+}
+
+static float nearest(float a) {  // by comparison with the midpoints, ties to even
+  if (a <= 2.5f) return a <= 0.25f ? 0.f : a < 0.75f ? .5f : a <= 1.25f ? 1.f : a < 1.75f ? 1.5f : 2.f;
+  return a < 3.5f ? 3.f : a <= 5.f ? 4.f : 6.f;
+}
+
+// number of floats in [0.125, 7) that one of the roundings gets wrong
+extern "C" long wrong_roundings() {
+  long wrong = 0;
+  for (uint32_t u = bits(0.125f); u < bits(7.0f); ++u) {
+    const float a = from_bits(u), want = nearest(a);
+    wrong += e2m1_round(a) != want || (a <= 4.5f && e2m1_round_small(a) != want) || e2m1_round_signed(a) != want ||
+             e2m1_round_signed(-a) != -want || e2m1_round_saturating(a) != want;
+  }
+  return wrong;
 }
 """
 
@@ -127,3 +146,9 @@ def test_non_finite_blocks_decode_to_nan(native: ctypes.CDLL) -> None:
     got = run(native, x, False)
     assert got["scales"][0] == 0x7F
     assert np.isnan(got["p"][:16]).all()
+
+
+def test_every_float_rounds_to_the_nearest_e2m1_value(native: ctypes.CDLL) -> None:
+    """All roundings to E2M1 that the kernels use agree with the midpoints, ties to even, for every float32 in range."""
+    native.wrong_roundings.restype = ctypes.c_long
+    assert native.wrong_roundings() == 0
