@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from vllm_quads.checkpoint import iter_packed, quantize_checkpoint
 from vllm_quads.compensation import CompensationState, SiteState
 from vllm_quads.nvfp4 import Contract
 from vllm_quads.plugin import compat
+from vllm_quads.plugin.backends import ExpertsRequest
 from vllm_quads.refit import as_engine
 
 LAYER = "quads.model.layers.0.mlp.experts"
@@ -97,16 +99,15 @@ def test_auto_form_is_rows_for_decode_and_blocks_for_prefill(
     engine = as_engine(llm)
     original, seen = runtime.backend.forward, []
 
-    def spy(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        out = original(x, *args, **kwargs)
-        if kwargs["decode"] is not None:
-            form = "rows" if bool(kwargs["decode"].all()) else "blocks"
+    def spy(request: ExpertsRequest) -> torch.Tensor:
+        out: torch.Tensor = original(request)
+        if request.decode is not None:
+            form = "rows" if bool(request.decode.all()) else "blocks"
             contract = Contract().merged({"compensation": {"form": form}})
-            same = original(x, *args[:2], contract, **kwargs)
-            seen.append((x.shape[0], form, torch.equal(out, same)))
+            seen.append((request.x.shape[0], form, torch.equal(out, original(replace(request, contract=contract)))))
         return out
 
-    runtime.backend.forward = lambda x, w, i, contract, **k: spy(x, w, i, contract, **k)
+    runtime.backend.forward = spy
     try:
         engine.set_activation(Contract())
         params = SamplingParams(max_tokens=3, temperature=0, detokenize=False)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,28 +15,25 @@ from torch import nn
 pytest.importorskip("vllm")
 
 from vllm_quads.compensation import SiteState
-from vllm_quads.nvfp4 import Contract, ContractError, Scheme
+from vllm_quads.kernels.layout import unarrange
+from vllm_quads.nvfp4 import Contract, ContractError, PackedTensor, Scheme
 from vllm_quads.plugin import compat, config, hopper
-from vllm_quads.plugin.backends import BackendChoice, TorchExperts
-from vllm_quads.plugin.hopper import HopperExperts
+from vllm_quads.plugin.backends import BackendChoice, ExpertsRequest, LinearRequest, TorchExperts, TorchLinear
+from vllm_quads.plugin.hopper import HopperExperts, HopperLinear
 from vllm_quads.plugin.loading import Matrix, PackedLoader, Role, add_parameters
 
 EXPERTS, HIDDEN, INTER, TOKENS = 2, 64, 48, 5
 MAP = torch.tensor([-1, 0, -1, 1], dtype=torch.int32)
 
 
-def arguments(contract: Contract) -> tuple[list[Any], dict[str, Any]]:
+def request_of(contract: Contract) -> ExpertsRequest:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(TOKENS, HIDDEN, generator=generator).to(torch.bfloat16)
     ids = torch.randint(0, 4, (TOKENS, 2), generator=generator, dtype=torch.int32)
     ids[0, 1] = -1
-    sites = (
-        SiteState(torch.linspace(-1, 1, HIDDEN), torch.tensor([[True, False, True, False]])),
-        SiteState.empty(INTER, EXPERTS),
-    )
-    keywords: dict[str, Any] = dict.fromkeys(("g13", "g2", "decode", "w13_statistics", "w2_statistics"))
-    keywords |= {"expert_map": MAP, "w13_site": sites[0], "w2_site": sites[1]}
-    return [x, torch.rand(TOKENS, 2, generator=generator), ids, contract], keywords
+    w13 = SiteState(torch.linspace(-1, 1, HIDDEN), torch.tensor([[True, False, True, False]]))
+    weights = torch.rand(TOKENS, 2, generator=generator)
+    return ExpertsRequest(x, weights, ids, contract, w13, SiteState.empty(INTER, EXPERTS), expert_map=MAP)
 
 
 def test_kernels_get_global_ids_and_buffers_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,21 +44,21 @@ def test_kernels_get_global_ids_and_buffers_that_stay(monkeypatch: pytest.Monkey
         hopper, "quads_moe", lambda x, moe, w, ids, **k: calls.append({"moe": moe, "ids": ids, **k}) or x
     )
     backend = HopperExperts()
-    args, keywords = arguments(Contract())
+    request = request_of(Contract())
     for seed in (0, 7):
         layer = Layer(EXPERTS, HIDDEN, INTER, seed)
-        backend.prepare(layer.w13, layer.w2, keywords["w13_site"], keywords["w2_site"])
-        backend.forward(*args, **keywords)
+        backend.prepare(layer.w13, layer.w2, request.w13_site, request.w2_site)
+        backend.forward(request)
     first, second = calls
     assert first["expert_map"] is MAP
-    assert torch.equal(first["ids"], args[2])
+    assert torch.equal(first["ids"], request.topk_ids)
     compensation = second["compensation"]
     assert compensation.full_all
-    assert compensation.center13.data_ptr() == keywords["w13_site"].center.data_ptr()
+    assert compensation.center13.data_ptr() == request.w13_site.center.data_ptr()
     assert compensation.bias13.data_ptr() == first["compensation"].bias13.data_ptr()
     assert first["moe"].w13.data_ptr() == second["moe"].w13.data_ptr()
     reference = TorchExperts()
-    reference.prepare(layer.w13, layer.w2, keywords["w13_site"], keywords["w2_site"])
+    reference.prepare(layer.w13, layer.w2, request.w13_site, request.w2_site)
     assert reference._prepared is not None
     expected = torch.stack([m.bias for m in reference._prepared.w13])  # type: ignore[misc]
     torch.testing.assert_close(compensation.bias13, expected)
@@ -68,32 +66,77 @@ def test_kernels_get_global_ids_and_buffers_that_stay(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("scheme", [Scheme.W4A16, Scheme.W4A4])
 def test_reference_of_what_the_kernels_do_not_compute(scheme: Scheme) -> None:
-    """W4A16 and float32 activations take the reference, with every token's full residual as the kernels give it."""
-    contract = Contract().merged({"scheme": scheme.value})
-    args, keywords = arguments(contract)
-    args[0] = args[0].to(torch.float32)
+    """float32 activations take the reference, with every token's full residual as the kernels give it."""
+    request = request_of(Contract().merged({"scheme": scheme.value}))
+    request = replace(
+        request, x=request.x.to(torch.float32), decode=torch.ones(TOKENS, dtype=torch.bool), router_on_input=False
+    )
     layer, outputs = Layer(EXPERTS, HIDDEN, INTER), []
     for backend in (HopperExperts(), TorchExperts()):
-        backend.prepare(layer.w13, layer.w2, keywords["w13_site"], keywords["w2_site"])
-        outputs.append(backend.forward(*args, **keywords | {"decode": torch.ones(TOKENS, dtype=torch.bool)}))
+        backend.prepare(layer.w13, layer.w2, request.w13_site, request.w2_site)
+        outputs.append(backend.forward(request))
     assert torch.equal(*outputs)
 
 
+def test_w4a16_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unquantized activations run on the same kernels, without compensation and centring."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(hopper, "quads_moe", lambda x, moe, w, ids, **k: calls.append(k) or x)
+    monkeypatch.setattr(hopper, "quads_linear", lambda x, linear, **k: calls.append(k) or x)
+    request = request_of(Contract().merged({"scheme": "w4a16"}))
+    layer, backend = Layer(EXPERTS, HIDDEN, INTER), HopperExperts()
+    backend.prepare(layer.w13, layer.w2, request.w13_site, request.w2_site)
+    backend.forward(request)
+    weight = PackedTensor.quantize(torch.randn(32, HIDDEN))
+    linear = HopperLinear()
+    linear.prepare([weight], request.w13_site)
+    linear.forward(LinearRequest(request.x, request.contract, request.w13_site))
+    for call in calls:
+        assert not call["quantized"]
+        assert not call["compensation"].full_all
+    assert calls[0]["compensation"].bias13 is None
+    assert calls[1]["compensation"].bias is None
+
+
+def test_linear_kernels_get_buffers_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """q, k, v are one matrix with a scale per channel; what a captured graph reads is written in place at a refit."""
+    calls: list[Any] = []
+    monkeypatch.setattr(hopper, "quads_linear", lambda x, linear, **k: calls.append((linear, k)) or x)
+    site = SiteState(torch.linspace(-1, 1, HIDDEN), torch.tensor([[True, False, True, False]]))
+    backend, reference = HopperLinear(), TorchLinear()
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(2):
+        parts = [PackedTensor.quantize(torch.randn(n, HIDDEN, generator=generator)) for n in (32, 16, 16)]
+        backend.prepare(parts, site)
+        reference.prepare(parts, site)
+        backend.forward(LinearRequest(torch.zeros(3, HIDDEN, dtype=torch.bfloat16), Contract(), site))
+    (first, one), (second, two) = calls
+    assert first.weight.data_ptr() == second.weight.data_ptr()
+    assert one["compensation"].bias.data_ptr() == two["compensation"].bias.data_ptr()
+    assert reference._prepared is not None
+    assert torch.equal(second.decode, reference._prepared.decode)
+    torch.testing.assert_close(two["compensation"].bias, reference._prepared.bias)
+    codes, _ = unarrange(second.weight, 64, HIDDEN, gate_up=False)
+    assert torch.equal(codes[0], torch.cat([p.codes for p in parts]))
+    # float32 activations and statistics take the reference
+    x = torch.randn(3, HIDDEN, generator=generator)
+    wanted = reference.forward(LinearRequest(x, Contract(), site, decode=torch.ones(3, dtype=torch.bool)))
+    assert torch.equal(backend.forward(LinearRequest(x, Contract(), site)), wanted)
+
+
 @pytest.mark.parametrize(
-    ("name", "options", "dtype", "experts", "why"),
+    ("name", "options", "dtype", "why"),
     [
-        ("torch", {}, torch.bfloat16, True, "no nvcc"),
-        ("hopper", {"scheme": "w4a16"}, torch.bfloat16, True, "w4a16"),
-        ("hopper", {}, torch.float32, True, "float32"),
-        ("hopper", {}, torch.bfloat16, False, "dense linears"),
-        ("hopper", {}, torch.bfloat16, True, None),
+        ("torch", {}, torch.bfloat16, "no nvcc"),
+        ("hopper", {"scheme": "w4a16"}, torch.bfloat16, None),
+        ("hopper", {}, torch.float32, "float32"),
+        ("hopper", {}, torch.bfloat16, None),
     ],
 )
 def test_reference_is_never_captured(
     name: str,
     options: dict[str, Any],
     dtype: torch.dtype,
-    experts: bool,
     why: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -102,13 +145,13 @@ def test_reference_is_never_captured(
     monkeypatch.setattr(config, "choose_backend", lambda device: BackendChoice(name, "no nvcc"))
     quads = config.QuadsConfig()
     quads._contract, quads._act_dtype = Contract().merged(options), dtype
-    quads._refuse_to_capture_reference("model.layer", experts=experts)  # an eager engine captures nothing
+    quads._refuse_to_capture_reference("model.layer")  # an eager engine captures nothing
     quads._captures = True
     if why is None:
-        quads._refuse_to_capture_reference("model.layer", experts=experts)
+        quads._refuse_to_capture_reference("model.layer")
         return
     with pytest.raises(ContractError, match=rf"model.layer: .*{why}.*enforce_eager"):
-        quads._refuse_to_capture_reference("model.layer", experts=experts)
+        quads._refuse_to_capture_reference("model.layer")
 
 
 def test_captured_options_cannot_change() -> None:

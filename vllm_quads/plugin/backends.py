@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,7 +30,7 @@ class BackendChoice(NamedTuple):
 
 
 def choose_backend(device: torch.device) -> BackendChoice:
-    """The backend of MoE layers on this device. Dense linears run the torch reference everywhere."""
+    """The backend of MoE layers and dense linears on this device."""
     if device.type == "cpu":
         return BackendChoice("torch", "CPU: torch reference, weights decoded once to float32 and cached")
     if device.type != "cuda":
@@ -46,39 +47,84 @@ def choose_backend(device: torch.device) -> BackendChoice:
     return BackendChoice("hopper", "compute capability 9.0: fused kernels on packed weights")
 
 
+Packed = tuple[Tensor, Tensor, Tensor]
+"""Codes, block scales and decode scales of a stack of matrices."""
+
+
+@dataclass(frozen=True)
+class ExpertsRequest:
+    """One forward pass of a MoE layer."""
+
+    x: Tensor
+    """[M, H], any float dtype."""
+    topk_weights: Tensor
+    """[M, k]: router weights."""
+    topk_ids: Tensor
+    """integer [M, k]: global expert ids, negative: nobody's."""
+    contract: Contract
+    w13_site: SiteState
+    w2_site: SiteState
+    """What the contract lets take effect of the compensation state."""
+    expert_map: Tensor | None = None
+    """integer [global experts]: local expert or -1; None: all are local."""
+    g13: Tensor | None = None
+    g2: Tensor | None = None
+    """Static encode global scales, float32 scalar and [E]; None: one per token."""
+    decode: Tensor | None = None
+    """bool [M]: decode tokens, where the backend asks for it (`splits_auto`)."""
+    w13_statistics: SiteStatistics | None = None
+    w2_statistics: SiteStatistics | None = None
+    """Accumulators, while statistics are gathered."""
+    router_on_input: bool = False
+    """Router weights multiply the input instead of the output (Llama 4; top-1 layers)."""
+
+    @property
+    def gathers(self) -> bool:
+        """True while statistics are gathered."""
+        return self.w13_statistics is not None or self.w2_statistics is not None
+
+
+@dataclass(frozen=True)
+class LinearRequest:
+    """One forward pass of a dense linear."""
+
+    x: Tensor
+    """[M, K], any float dtype."""
+    contract: Contract
+    site: SiteState
+    """What the contract lets take effect of the compensation state."""
+    g: Tensor | None = None
+    """Static encode global scale, float32 scalar; None: one per token."""
+    decode: Tensor | None = None
+    """bool [M]: decode tokens, where the backend asks for it (`splits_auto`)."""
+    statistics: SiteStatistics | None = None
+    """Accumulator, while statistics are gathered."""
+
+
 class ExpertsBackend(Protocol):
     """Multiplies with the experts of one layer."""
 
     splits_auto: bool
     """True if Form.AUTO tells decode from prefill tokens here, so that `forward` wants to know which are which."""
 
-    def prepare(
-        self,
-        w13: tuple[Tensor, Tensor, Tensor],
-        w2: tuple[Tensor, Tensor, Tensor],
-        w13_site: SiteState,
-        w2_site: SiteState,
-    ) -> None:
-        """Take over packed weights (codes, block scales, decode scales) and compensation state after a change."""
+    def prepare(self, w13: Packed, w2: Packed, w13_site: SiteState, w2_site: SiteState) -> None:
+        """Take over packed weights and compensation state after a change."""
 
-    def forward(
-        self,
-        x: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        contract: Contract,
-        *,
-        expert_map: Tensor | None,
-        w13_site: SiteState,
-        w2_site: SiteState,
-        g13: Tensor | None,
-        g2: Tensor | None,
-        decode: Tensor | None,
-        w13_statistics: SiteStatistics | None,
-        w2_statistics: SiteStatistics | None,
-    ) -> Tensor:
-        """See `compensation.experts_forward`, but topk_ids [M, k] are global expert ids (negative: nobody's), and
-        expert_map (integer [global experts]: local expert or -1, None: all are local) says which ones are here."""
+    def forward(self, request: ExpertsRequest) -> Tensor:
+        """y [M, H] in x's dtype, the local experts' share; see `compensation.experts_forward`."""
+
+
+class LinearBackend(Protocol):
+    """Multiplies with one dense matrix, stored in parts (q, k, v; gate, up)."""
+
+    splits_auto: bool
+    """See `ExpertsBackend`."""
+
+    def prepare(self, parts: list[PackedTensor], site: SiteState) -> None:
+        """Take over the packed parts [N_i, K] and the compensation state after a change."""
+
+    def forward(self, request: LinearRequest) -> Tensor:
+        """y [M, N] in x's dtype, without the layer's bias; see `compensation.linear_forward`."""
 
 
 def local_ids(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
@@ -97,74 +143,59 @@ class TorchExperts:
     def __init__(self) -> None:
         self._prepared: PreparedExperts | None = None
 
-    def prepare(
-        self,
-        w13: tuple[Tensor, Tensor, Tensor],
-        w2: tuple[Tensor, Tensor, Tensor],
-        w13_site: SiteState,
-        w2_site: SiteState,
-    ) -> None:
+    def prepare(self, w13: Packed, w2: Packed, w13_site: SiteState, w2_site: SiteState) -> None:
         self._prepared = None  # free the old copy first
         self._prepared = prepare_experts(w13, w2, w13_site, w2_site)
 
-    def forward(
-        self,
-        x: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        contract: Contract,
-        *,
-        expert_map: Tensor | None,
-        w13_site: SiteState,
-        w2_site: SiteState,
-        g13: Tensor | None,
-        g2: Tensor | None,
-        decode: Tensor | None,
-        w13_statistics: SiteStatistics | None,
-        w2_statistics: SiteStatistics | None,
-    ) -> Tensor:
+    def forward(self, request: ExpertsRequest) -> Tensor:
         assert self._prepared is not None
-        return experts_forward(
-            x,
-            self._prepared,
-            topk_weights,
-            local_ids(topk_ids, expert_map),
-            contract,
-            w13_site=w13_site,
-            g13=g13,
-            g2=g2,
-            decode=decode,
-            w13_statistics=w13_statistics,
-            w2_statistics=w2_statistics,
-        )
+        return reference_experts(request, self._prepared, request.decode)
+
+
+def reference_experts(r: ExpertsRequest, prepared: PreparedExperts, decode: Tensor | None) -> Tensor:
+    """A request by the reference, on prepared experts; decode: see `compensation.token_forms`."""
+    x, weights = r.x, r.topk_weights
+    if r.router_on_input:
+        x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
+    return experts_forward(
+        x,
+        prepared,
+        weights,
+        local_ids(r.topk_ids, r.expert_map),
+        r.contract,
+        w13_site=r.w13_site,
+        g13=r.g13,
+        g2=r.g2,
+        decode=decode,
+        w13_statistics=r.w13_statistics,
+        w2_statistics=r.w2_statistics,
+    )
 
 
 class TorchLinear:
     """Reference backend of a dense linear: `compensation.linear_forward` on a float32 copy of the weight."""
 
+    splits_auto = True
+
     def __init__(self) -> None:
         self._prepared: PreparedMatrix | None = None
 
     def prepare(self, parts: list[PackedTensor], site: SiteState) -> None:
-        """Take over the packed parts [N_i, K] (q, k, v; gate, up) and the compensation state after a change."""
         self._prepared = None
         scaled = torch.cat([p.scaled() for p in parts])
-        decode = torch.cat([p.decode_scale.expand(p.shape[0]) for p in parts])
-        self._prepared = prepare_matrix(scaled, decode, site.blocks[0], site.center)
+        self._prepared = prepare_matrix(scaled, channel_scales(parts), site.blocks[0], site.center)
 
-    def forward(
-        self,
-        x: Tensor,
-        contract: Contract,
-        *,
-        site: SiteState,
-        g: Tensor | None,
-        decode: Tensor | None,
-        statistics: SiteStatistics | None,
-    ) -> Tensor:
-        """See `compensation.linear_forward`."""
+    def forward(self, request: LinearRequest) -> Tensor:
         assert self._prepared is not None
-        return linear_forward(x, self._prepared, contract, site=site, g=g, decode=decode, statistics=statistics)
+        r = request
+        return linear_forward(
+            r.x, self._prepared, r.contract, site=r.site, g=r.g, decode=r.decode, statistics=r.statistics
+        )
+
+
+def channel_scales(parts: list[PackedTensor]) -> Tensor:
+    """float32 [N]: the decode scale of each output channel of parts [N_i, K] stored as one."""
+    return torch.cat([p.decode_scale.expand(p.shape[0]) for p in parts])
 
 
 def make_experts_backend(device: torch.device) -> ExpertsBackend:
@@ -174,3 +205,12 @@ def make_experts_backend(device: torch.device) -> ExpertsBackend:
 
         return HopperExperts()
     return TorchExperts()
+
+
+def make_linear_backend(device: torch.device) -> LinearBackend:
+    """The backend of dense linears that `choose_backend` names."""
+    if choose_backend(device).name == "hopper":
+        from vllm_quads.plugin.hopper import HopperLinear
+
+        return HopperLinear()
+    return TorchLinear()

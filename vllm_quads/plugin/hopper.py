@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MoE backend for Hopper: the fused kernels of `vllm_quads.kernels` on packed weights.
+"""Backends for Hopper: the fused kernels of `vllm_quads.kernels` on packed weights.
 
 The residual is merged into the operand before the GEMM, where it costs no GEMM time. So `auto` gives every token the
 full residual here, decode and prefill alike, and nothing that a captured CUDA graph replays depends on the batch.
@@ -8,16 +8,24 @@ All buffers keep their addresses over refits.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from vllm_quads.compensation import SiteState, SiteStatistics
-from vllm_quads.compensation.experts import experts_forward, prepare_experts
+from vllm_quads.compensation import SiteState
+from vllm_quads.compensation.experts import prepare_experts
 from vllm_quads.kernels import MoECompensation, PreparedMoE, prepare_moe_weights, quads_moe
+from vllm_quads.kernels.linear import LinearCompensation, PreparedLinear, prepare_linear, quads_linear
 from vllm_quads.nvfp4 import BlockScaleRule, Centering, Contract, Form, PackedTensor, Scheme
-from vllm_quads.plugin.backends import local_ids
-
-Packed = tuple[Tensor, Tensor, Tensor]
+from vllm_quads.plugin.backends import (
+    ExpertsRequest,
+    LinearRequest,
+    Packed,
+    TorchLinear,
+    channel_scales,
+    reference_experts,
+)
 
 
 class HopperExperts:
@@ -36,51 +44,28 @@ class HopperExperts:
         bias = _bias(w13, w13_site.center)
         self._bias13 = bias if self._bias13 is None else self._bias13.copy_(bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        contract: Contract,
-        *,
-        expert_map: Tensor | None,
-        w13_site: SiteState,
-        w2_site: SiteState,
-        g13: Tensor | None,
-        g2: Tensor | None,
-        decode: Tensor | None,
-        w13_statistics: SiteStatistics | None,
-        w2_statistics: SiteStatistics | None,
-    ) -> Tensor:
+    def forward(self, request: ExpertsRequest) -> Tensor:
         assert self._moe is not None
         assert self._packed is not None
-        gathering = w13_statistics is not None or w2_statistics is not None
-        if contract.scheme is Scheme.W4A16 or gathering or x.dtype is torch.float32:
+        r = request
+        if r.gathers or r.x.dtype is torch.float32:
             # Off the fast path: the reference, on operands decoded for this call alone. It cannot be captured, which
             # `config` sees to.
-            return experts_forward(
-                x,
-                prepare_experts(*self._packed, w13_site, w2_site),
-                topk_weights,
-                local_ids(topk_ids, expert_map),
-                contract,
-                w13_site=w13_site,
-                g13=g13,
-                g2=g2,
-                decode=torch.ones(x.shape[0], dtype=torch.bool, device=x.device),
-                w13_statistics=w13_statistics,
-                w2_statistics=w2_statistics,
-            )
+            prepared = prepare_experts(*self._packed, r.w13_site, r.w2_site)
+            return reference_experts(r, prepared, torch.ones(r.x.shape[0], dtype=torch.bool, device=r.x.device))
+        quantized = r.contract.scheme is Scheme.W4A4
         return quads_moe(
-            x,
+            r.x,
             self._moe,
-            topk_weights.to(torch.float32).contiguous(),
-            topk_ids.contiguous(),
-            compensation=self._compensation(contract, w13_site, w2_site),
-            four_over_six=contract.activation.block_scale_rule is BlockScaleRule.FOUR_OVER_SIX,
-            g13=g13,
-            g2=g2,
-            expert_map=expert_map,
+            r.topk_weights.to(torch.float32).contiguous(),
+            r.topk_ids.contiguous(),
+            compensation=self._compensation(r.contract, r.w13_site, r.w2_site) if quantized else MoECompensation(),
+            four_over_six=r.contract.activation.block_scale_rule is BlockScaleRule.FOUR_OVER_SIX,
+            g13=r.g13,
+            g2=r.g2,
+            expert_map=r.expert_map,
+            quantized=quantized,
+            router_on_input=r.router_on_input,
         )
 
     def _compensation(self, contract: Contract, w13: SiteState, w2: SiteState) -> MoECompensation:
@@ -92,6 +77,54 @@ class HopperExperts:
             mask2=w2.blocks if blocks else None,
             center13=w13.center if centered else None,
             bias13=self._bias13 if centered else None,
+            full_all=form in (Form.ROWS, Form.AUTO),
+        )
+
+
+class HopperLinear:
+    """`backends.LinearBackend` on compute capability 9.0."""
+
+    splits_auto = False
+
+    def __init__(self) -> None:
+        self._linear: PreparedLinear | None = None
+        self._bias: Tensor | None = None
+        self._parts: list[PackedTensor] = []
+
+    def prepare(self, parts: list[PackedTensor], site: SiteState) -> None:
+        codes, scales = parts[0].codes, parts[0].block_scales
+        if len(parts) > 1:
+            codes = torch.cat([p.codes for p in parts])
+            scales = torch.cat([p.block_scales.view(torch.uint8) for p in parts]).view(scales.dtype)
+        self._linear = prepare_linear(codes, scales, channel_scales(parts), out=self._linear)
+        self._parts = parts
+        bias = torch.cat([(p.scaled() @ site.center) * p.decode_scale for p in parts])
+        self._bias = bias if self._bias is None else self._bias.copy_(bias)
+
+    def forward(self, request: LinearRequest) -> Tensor:
+        assert self._linear is not None
+        r = request
+        if r.statistics is not None or r.x.dtype is torch.float32:
+            reference = TorchLinear()
+            reference.prepare(self._parts, r.site)
+            return reference.forward(replace(r, decode=torch.ones(r.x.shape[0], dtype=torch.bool, device=r.x.device)))
+        quantized = r.contract.scheme is Scheme.W4A4
+        return quads_linear(
+            r.x,
+            self._linear,
+            compensation=self._compensation(r.contract, r.site) if quantized else LinearCompensation(),
+            four_over_six=r.contract.activation.block_scale_rule is BlockScaleRule.FOUR_OVER_SIX,
+            g=r.g,
+            quantized=quantized,
+        )
+
+    def _compensation(self, contract: Contract, site: SiteState) -> LinearCompensation:
+        form = contract.compensation.form
+        centered = contract.activation.centering is not Centering.NONE
+        return LinearCompensation(
+            mask=site.blocks[0] if form is Form.BLOCKS and contract.compensation.ratio > 0 else None,
+            center=site.center if centered else None,
+            bias=self._bias if centered else None,
             full_all=form in (Form.ROWS, Form.AUTO),
         )
 

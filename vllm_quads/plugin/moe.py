@@ -164,7 +164,10 @@ def _refuse_unsupported(layer: Any, prefix: str) -> None:
             f"{prefix}: has activation {activation!r}; QUADS computes silu(gate) * up only. Add the layer to `ignore`"
         )
     problems = (
-        (layer.apply_router_weight_on_input, "applies router weights to the input of the experts (Llama 4)"),
+        (
+            layer.apply_router_weight_on_input and moe.experts_per_token != 1,
+            "applies router weights to the input of several experts a token",
+        ),
         (getattr(moe, "has_bias", False), "has experts with biases"),
         (getattr(layer, "swiglu_limit", None) is not None, "clamps its activations (swiglu_limit)"),
         (getattr(moe, "is_lora_enabled", False), "is served with LoRA adapters"),
