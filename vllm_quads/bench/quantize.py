@@ -116,9 +116,16 @@ def run_quantize(
 def _calls(m: int, k: int) -> dict[str, list[Callable[[], object]]]:
     sets = max(2, min(_MOST_SETS, -(-_ROTATED_BYTES // floors.quantize_bytes(m, k))))
     gen = torch.Generator(device="cuda").manual_seed(m)
-    xs = [torch.randn(m, k, device="cuda", generator=gen).to(torch.bfloat16) for _ in range(sets)]
+    xs = [_activations(m, k, gen) for _ in range(sets)]
     state = _State(m, k)
     return {kernel.name: [partial(kernel.run, x, state) for x in xs] for kernel in KERNELS}
+
+
+def _activations(m: int, k: int, gen: torch.Generator) -> Tensor:
+    """BF16 [M, K] with outlier channels (one in 32, twenty times as large) and rows of different scale."""
+    channels = torch.where(torch.rand(k, device=gen.device, generator=gen) < 1 / 32, 20.0, 1.0)
+    rows = torch.exp(0.5 * torch.randn(m, 1, device=gen.device, generator=gen))
+    return (torch.randn(m, k, device=gen.device, generator=gen) * channels * rows).to(torch.bfloat16)
 
 
 def _result(
@@ -138,7 +145,7 @@ def _result(
         "rows",
         tuple(series),
         environment.describe(),
-        {"name": f"k{k}", "channels": k, "repeats": repeats, "dtype": "bfloat16"},
+        {"name": f"k{k}", "channels": k, "repeats": repeats, "dtype": "bfloat16", "form": "CUDA graph, inputs rotated"},
         {"copy bandwidth, bytes/s": bandwidth},
         missing=missing,
     )

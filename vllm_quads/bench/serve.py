@@ -11,11 +11,12 @@ import contextlib
 import json
 import os
 import re
+import select
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -51,6 +52,12 @@ class ServeOptions:
     together: bool = False
     kv_gib: float = 10.0
     """KV cache of each engine where they are on the card together."""
+    timeout: float = 900.0
+    """Seconds that an engine may take to start, or to answer."""
+    logs: Path | None = None
+    """Folder that keeps the engines' logs."""
+    count_experts: bool = False
+    """First start the last engine once more and count how many experts a decode step uses."""
 
     def __post_init__(self) -> None:
         for name in self.engines:
@@ -59,7 +66,7 @@ class ServeOptions:
             raise QuadsError("--engines: expected at least one, each once")
         if not self.sequences or min(self.sequences) < 1:
             raise QuadsError("--sequences: expected numbers of sequences, each 1 or more")
-        for option in ("prompt", "output", "layers", "repeats"):
+        for option in ("prompt", "output", "layers", "repeats", "timeout"):
             if getattr(self, option) < 1:
                 raise QuadsError(f"--{option}: is {getattr(self, option)}, expected 1 or more")
         if self.routing not in ROUTINGS:
@@ -98,6 +105,8 @@ def run_serve(options: ServeOptions | None = None, progress: Progress = lambda *
     environment.require(hopper=quads)
     run = _Run(options, progress)
     with tempfile.TemporaryDirectory() as directory:
+        if options.count_experts:
+            run.count_experts(Path(directory))
         if options.together:
             run.measure(options.engines, Path(directory))
         else:
@@ -112,6 +121,7 @@ class _Run:
         self.seconds: dict[str, dict[int, list[float]]] = {name: {} for name in options.engines}
         self.details: dict[str, dict[str, Any]] = {}
         self.missing: dict[str, str] = {}
+        self.experts_hit: dict[str, float] = {}
         per_engine = 1 + len(options.sequences) * (options.repeats + 1)
         self.done, self.total = 0, per_engine * len(options.engines)
 
@@ -133,6 +143,22 @@ class _Run:
             for name in list(workers):
                 self._guarded(workers, name, self._memory)
 
+    def count_experts(self, directory: Path) -> None:
+        """Distinct experts per layer and decode step, from an engine that returns its routing (slower, not timed)."""
+        o = self.options
+        engine = engine_named(o.engines[-1])
+        extra = {"enable_return_routed_experts": True, "enforce_eager": True}
+        self.progress(self.done, self.total, f"counting experts with {engine.name}")
+        try:
+            with _worker(replace(engine, arguments=engine.arguments | extra), o, directory) as worker:
+                worker.receive()
+                for count in o.sequences:
+                    command = {"event": "experts", "sequences": count, "prompt": o.prompt, "output": min(o.output, 64)}
+                    worker.send(command)
+                    self.experts_hit[str(count)] = round(worker.receive()["hit"], 2)
+        except WorkerFailed as e:
+            self.missing["experts hit"] = str(e)
+
     def _step(self, what: str) -> None:
         self.done += 1
         self.progress(self.done, self.total, what)
@@ -143,7 +169,7 @@ class _Run:
             return True
         except WorkerFailed as e:  # what the others measure must not be lost
             self.missing[name] = str(e)
-            workers.pop(name)
+            workers.pop(name).process.kill()
             return False
 
     def _started(self, worker: Worker) -> None:
@@ -194,6 +220,8 @@ class _Run:
             "options": engine_options(o),
             "baseline": engine_named(BASELINE).label,
         }
+        if self.experts_hit:
+            settings["experts_hit"] = self.experts_hit
         return Result(
             "serve",
             f"Whole engine, Qwen3-30B-A3B, {o.layers} layers, {o.prompt} in / {o.output} out, {o.routing} routing",
@@ -237,6 +265,7 @@ class Worker:
     engine: Engine
     process: subprocess.Popen[str]
     log: Path
+    timeout: float
 
     def send(self, message: dict[str, Any]) -> None:
         """Ask for something."""
@@ -251,6 +280,9 @@ class Worker:
         """The next answer. Raises WorkerFailed."""
         stdout: IO[str] | None = self.process.stdout
         assert stdout is not None
+        if not select.select([stdout], [], [], self.timeout)[0]:  # one line is one answer: nothing waits in a buffer
+            self.process.kill()
+            raise WorkerFailed(f"no answer within {self.timeout:.0f} s; last in its log: {self._last_line()}")
         line = stdout.readline()
         if not line:
             raise WorkerFailed(self._reason())
@@ -266,11 +298,12 @@ class Worker:
         return list(dict.fromkeys(" ".join(line.split())[:200] for line in found))
 
     def _reason(self) -> str:
-        code = self.process.wait()
+        return f"its process ended with code {self.process.wait()}: {self._last_line()}"
+
+    def _last_line(self) -> str:
         lines = [t for t in self.log.read_text(errors="replace").splitlines() if t.strip()]
         errors = [t for t in lines if re.search(r"\b\w*(Error|Exception)\b:", t)]
-        last = (errors or lines or ["no output"])[-1]
-        return f"its process ended with code {code}: {last.strip()[:500]}"
+        return (errors or lines or ["no output"])[-1].strip()[:500]
 
 
 @contextlib.contextmanager
@@ -285,7 +318,9 @@ def _worker(engine: Engine, options: ServeOptions, directory: Path) -> Iterator[
         "arguments": engine.arguments,
     }
     request.write_text(json.dumps(content))
-    log = directory / f"{engine.name}.log"
+    folder = options.logs or directory
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / f"{engine.name}.log"
     variables = dict(os.environ)
     variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
     variables.pop("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", None)
@@ -301,7 +336,7 @@ def _worker(engine: Engine, options: ServeOptions, directory: Path) -> Iterator[
             env=variables,
         )
         try:
-            yield Worker(engine, process, log)
+            yield Worker(engine, process, log, options.timeout)
         finally:
             if process.stdin is not None:
                 with contextlib.suppress(BrokenPipeError):

@@ -3,6 +3,7 @@
 
 Writes one JSON object a line to stdout: {"event": "ready", ...} after the start, then an answer to each line of stdin,
 {"sequences": n, "prompt": p, "output": o} -> {"event": "done", "seconds": s}. Logs go to stderr. Ends with stdin.
+Other commands: {"event": "memory"}, and {"event": "experts", "sequences": ...} in an engine that returns its routing.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ def main() -> None:
         if command.get("event") == "memory":
             _answer(answers, event="memory", **memory(llm))
             continue
-        seconds = generate(llm, command["sequences"], command["prompt"], command["output"])
-        _answer(answers, event="done", seconds=seconds)
+        outputs, seconds = generate(llm, command["sequences"], command["prompt"], command["output"])
+        if command.get("event") == "experts":
+            _answer(answers, event="experts", hit=experts_hit(outputs, command["prompt"]))
+        else:
+            _answer(answers, event="done", seconds=seconds)
 
 
 def _answer(stream: TextIO, **message: Any) -> None:
@@ -86,8 +90,18 @@ def register_random(form: str) -> None:
     register_model_loader(LOAD_FORMAT)(RandomLoader)
 
 
-def generate(llm: Any, sequences: int, prompt: int, output: int) -> float:
-    """Seconds to sample `output` tokens after each of `sequences` prompts of `prompt` random tokens."""
+def experts_hit(outputs: list[Any], prompt: int) -> float:
+    """Mean number of distinct experts that a decode step uses in a layer; all sequences are at the same position."""
+    import numpy
+
+    routed = numpy.stack([numpy.asarray(o.outputs[0].routed_experts) for o in outputs])
+    decode = routed[:, prompt:].transpose(1, 2, 0, 3)  # step, layer, sequence, top-k
+    rows = numpy.sort(decode.reshape(decode.shape[0] * decode.shape[1], -1), axis=1)
+    return float(1 + (numpy.diff(rows, axis=1) != 0).sum(axis=1).mean())
+
+
+def generate(llm: Any, sequences: int, prompt: int, output: int) -> tuple[list[Any], float]:
+    """Outputs, and the seconds to sample `output` tokens after each of `sequences` prompts of `prompt` tokens."""
     from vllm import SamplingParams
 
     generator = random.Random(sequences)
@@ -101,7 +115,7 @@ def generate(llm: Any, sequences: int, prompt: int, output: int) -> float:
     short = [len(o.outputs[0].token_ids) for o in outputs if len(o.outputs[0].token_ids) != output]
     if short:
         raise RuntimeError(f"{len(short)} of {sequences} sequences ended early, the first after {short[0]} tokens")
-    return seconds
+    return outputs, seconds
 
 
 def memory(llm: Any) -> dict[str, Any]:

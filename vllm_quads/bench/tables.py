@@ -77,6 +77,11 @@ def _serve(result: Result) -> list[str]:
 
     lines = ["| sequences | " + " | ".join(map(str, xs)) + " |", "|---" * (len(xs) + 1) + "|"]
     lines += [f"| {s.name} | " + " | ".join(cells(s)) + " |" for s in result.series]
+    hit = result.settings.get("experts_hit")
+    if hit:
+        lines.append(
+            "| experts of a layer that a decode step uses | " + " | ".join(str(hit.get(str(x), "–")) for x in xs) + " |"
+        )
     tables = ["Output tokens/s:", "\n".join(lines)]
     memory = [
         f"| {name} | {d.get('weights_gib', '–')} | {d.get('kv_left_gib', '–')} | {d.get('kv_left_tokens', '–')} |"

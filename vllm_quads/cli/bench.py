@@ -136,6 +136,16 @@ def serve(
         bool, typer.Option("--together", help="Start the engines side by side, and let them generate in turn.")
     ] = False,
     kv_gib: Annotated[float, typer.Option(min=0.1, help="KV cache of each engine with --together.")] = 10.0,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds that an engine may take to start, or to answer.")
+    ] = 900,
+    logs: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the engines' logs there.")] = None,
+    count_experts: Annotated[
+        bool,
+        typer.Option(
+            "--count-experts", help="Also count the experts that a decode step uses (starts one engine more)."
+        ),
+    ] = False,
     out: Out = _OUT,
     as_json: Json = False,
 ) -> None:
@@ -158,6 +168,9 @@ def serve(
                 repeats=repeats,
                 together=together,
                 kv_gib=kv_gib,
+                timeout=timeout,
+                logs=logs,
+                count_experts=count_experts,
             )
             results = [run_serve(options, update)]
             _save(results, out)
