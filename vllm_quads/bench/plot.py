@@ -43,8 +43,10 @@ def _moe(result: Result, plt: Any) -> Any:
             _line(relative, Series(s.name, s.role, "", ratios(base, s)), style)
     _log_x(times, result.xs())
     times.set_yscale("log")
+    bounds = [v for s in result.series if s.role in ("quads", "peer") or "bytes" in s.name for v in s.values.values()]
+    times.set_ylim(bottom=0.7 * min(bounds, default=1.0))  # the FLOP floor of few tokens would flatten the rest
     times.set_ylabel("µs per layer")
-    times.legend(fontsize=7, ncols=2)
+    figure.legend(*times.get_legend_handles_labels(), fontsize=7, ncols=3, loc="outside lower center")
     _log_x(relative, result.xs())
     relative.set_ylabel("speed relative to FP8 block" if base is not None else "(FP8 block was not measured)")
     relative.set_xlabel("tokens")
