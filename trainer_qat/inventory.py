@@ -10,9 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer_qat.adapters import Adapters, plain_model
 from vllm_quads.nvfp4 import BLOCK_SIZE, Contract, ContractError, Kind, QuantizedSet, canonical_name, expand, kind_of
 from vllm_quads.nvfp4.names import is_expert_stack, layer_index
 
+_ADAPTER = (
+    "it carries a PEFT adapter, and the rollout would quantize base weight + adapter, which training the adapter beside "
+    "a quantized base does not see; put adapters on linears that stay in BF16, train full weights, or merge first "
+    "(merge_and_unload())"
+)
 _BITS_PER_WEIGHT = 4 + 8 / BLOCK_SIZE
 
 
@@ -51,20 +57,23 @@ def decoder_layers(model: nn.Module) -> int | None:
 def weights_of(model: nn.Module) -> Iterator[Weight]:
     """Every 2-D weight and every expert parameter of the model, each once, in the order of its modules."""
     seen: set[int] = set()
+    model = plain_model(model)
+    adapters = Adapters.of(model)
     for path, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
             full = f"{path}.{attribute}" if path else attribute
-            if id(parameter) in seen or parameter.dim() < 2:
+            if id(parameter) in seen or parameter.dim() < 2 or adapters.adds(full):
                 continue
             stacked = parameter.dim() == 3 and ".experts" in full
             if not stacked and (parameter.dim() != 2 or not attribute.endswith("weight")):
                 continue  # convolutions, biases of expert stacks
             seen.add(id(parameter))
-            yield _stack(module, attribute, full) if stacked else _matrix(module, attribute, full)
+            weight = _stack(module, attribute, full) if stacked else _matrix(module, attribute, full)
+            yield weight if adapters.owner(full) is None else replace(weight, problem=_ADAPTER)
 
 
 def _matrix(module: nn.Module, attribute: str, parameter: str) -> Weight:
-    name = canonical_name(parameter)
+    name = canonical_name(Adapters.plain_name(parameter))
     shape = tuple(getattr(module, attribute).shape)
     problem = None
     if not isinstance(module, nn.Linear):
@@ -75,7 +84,7 @@ def _matrix(module: nn.Module, attribute: str, parameter: str) -> Weight:
 
 
 def _stack(module: nn.Module, attribute: str, parameter: str) -> Weight:
-    name = canonical_name(parameter)
+    name = canonical_name(Adapters.plain_name(parameter))
     experts, n, k = getattr(module, attribute).shape
     problem = stack_problem(module)
     if not is_expert_stack(name):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer_qat.adapters import plain_model
 from trainer_qat.experts import sorted_experts
 from trainer_qat.inventory import Weight, decoder_layers, stack_problem, weights_of
 from trainer_qat.prepare import expert_weights, experts_of, is_prepared, state_of
@@ -76,6 +77,7 @@ def observing(model: nn.Module, contract: Contract | None, observer: Observer) -
     configs: dict[int, tuple[Any, str]] = {}
     observed: list[nn.Module] = []
     try:
+        model = plain_model(model)
         for path, module in model.named_modules():
             if isinstance(module, nn.Linear) and canonical_name(f"{path}.weight") in quantized:
                 handles.append(module.register_forward_hook(_linear_hook(canonical_name(path), observer)))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from trainer_qat.adapters import Adapters, plain_model
 from trainer_qat.inventory import Weight, decoder_layers, weights_of
 from trainer_qat.prepare import frozen_amax, is_prepared, state_of
 from trainer_qat.quantizer import full_amax, shared_amax
@@ -83,8 +84,12 @@ class Payload:
             self.contract, self.quantized = contract, contract.resolve(shapes, decoder_layers(self.model))
         self._weights: dict[str, Weight] = {}
         self._groups: dict[str, list[Weight]] = {}
+        self._adapters = Adapters.of(self.model)
+        self._adapters.check_mergeable()
         for weight in weights_of(self.model):
             if next(iter(weight.matrices)) in self.quantized:
+                if self._adapters.owner(weight.parameter) is not None:
+                    raise ContractError(f"{weight.name}: is quantized, but {weight.problem}")
                 self._weights[weight.parameter] = weight
                 self._groups.setdefault(scale_group(weight.name), []).append(weight)
         self._frozen = frozen_amax(model)
@@ -103,9 +108,9 @@ class Payload:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 weight = self._weights.get(name)
-                if weight is None and quantized_only:
+                if self._adapters.adds(name) or (weight is None and quantized_only):
                     continue
-                full = _full(parameter)
+                full = self._adapters.merged(name, _full(parameter))
                 amax = self._amax(weight, full) if weight is not None and packed else {}
                 for disk, tensor in self._convert(name, full).items():
                     canonical = canonical_name(disk)
@@ -129,6 +134,8 @@ class Payload:
         specs: dict[str, TensorSpec] = {}
         found = set()
         for name, parameter in self.model.named_parameters():
+            if self._adapters.adds(name):
+                continue
             meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             for disk, tensor in self._convert(name, meta).items():
                 canonical = canonical_name(disk)
@@ -183,7 +190,7 @@ class Payload:
 
     def _convert(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Checkpoint names and tensors of one parameter."""
-        name = _INNER_WRAPPERS.sub("", name)
+        name = Adapters.plain_name(_INNER_WRAPPERS.sub("", name))
         if not hasattr(self.model, "save_pretrained"):
             return {f"{n}.weight": t for n, t in unstack(name, tensor)} if tensor.dim() == 3 else {name: tensor}
         from transformers.core_model_loading import revert_weight_conversion
@@ -192,7 +199,9 @@ class Payload:
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    """The Hugging Face model inside of torch.compile and DistributedDataParallel."""
+    """The Hugging Face model inside of torch.compile, DistributedDataParallel and PEFT."""
+    if plain_model(model) is not model:
+        return _unwrap(plain_model(model))
     for attribute in ("_orig_mod", "module"):
         inner = getattr(model, attribute, None)
         if isinstance(inner, nn.Module):

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from trainer_qat.ablation import check_ablation, fake_quantize_activation
+from trainer_qat.adapters import plain_model
 from trainer_qat.cache import CacheMode
 from trainer_qat.experts import sorted_experts
 from trainer_qat.inventory import Inventory
@@ -119,6 +120,7 @@ def prepare_qat(
     """
     contract = Contract() if contract is None else contract
     _check_arguments(model, contract, cache, schedule, scale_decay)
+    model = plain_model(model)
     _check_model(model)
     inventory = Inventory.of(model, contract)
     if w4a4_ablation:
@@ -214,7 +216,8 @@ def _root(model: nn.Module) -> nn.Module:
     while isinstance(module, nn.Module):
         if hasattr(module, _STATE):
             return module
-        module = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
+        inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
+        module = plain_model(module) if inner is None and plain_model(module) is not module else inner
     raise ContractError("the model has no fake quantization: call prepare_qat(model, contract) on this object first")
 
 
@@ -262,14 +265,6 @@ def _check_arguments(model: object, contract: object, cache: object, schedule: o
 def _check_model(model: nn.Module) -> None:
     if is_prepared(model):
         raise ContractError("the model is prepared already; call remove_qat(model) before preparing it again")
-    adapters = getattr(model, "peft_config", None) is not None or any(
-        type(m).__module__.partition(".")[0] == "peft" for m in model.modules()
-    )
-    if adapters:
-        raise ContractError(
-            "the model carries PEFT adapters: the rollout would quantize base weight + adapter, which training the "
-            "adapter beside a quantized base does not see; train full weights, or merge first (merge_and_unload())"
-        )
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
         raise ContractError(
             "the model was loaded with a quantization of its own; load the BF16 weights (quantization_config=None)"
