@@ -67,6 +67,20 @@ def test_forward_and_gradients_are_those_of_quantized_weights(implementation: st
         assert torch.equal(grad, expected[1][name]), name
 
 
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_autocast_sees_the_same_weights(implementation: str) -> None:
+    """FP32 masters under autocast: loss and gradients are those of quantized weights under autocast, bit for bit."""
+    model = qwen3(implementation, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = run(really_quantized(model))
+        prepare_qat(model, ALL_LINEARS)
+        loss, grads = run(model)
+    assert loss == expected[0]
+    assert grads.keys() == expected[1].keys()
+    for name, grad in grads.items():
+        assert torch.equal(grad, expected[1][name]), name
+
+
 def test_parameters_and_state_dict_are_those_of_the_plain_model(tmp_path: object) -> None:
     """Names, state dict and saved checkpoint do not change, so everything that loads the plain model loads ours."""
     model = qwen3()
