@@ -8,9 +8,9 @@ extern "C" int quads_moe_batch(const quads::GemmArgs* args, int epilogue, int ou
                                void* stream) {
   using namespace quads;
   cudaStream_t s = static_cast<cudaStream_t>(stream);
-  if (k_groups == 1) return launch_wgmma<WgmmaShape<4, 1, 64>>(*args, epilogue, out_dtype, early_weights, s);
-  if (k_groups == 2) return launch_wgmma<WgmmaShape<2, 2, 64>>(*args, epilogue, out_dtype, early_weights, s);
-  if (k_groups == 4) return launch_wgmma<WgmmaShape<1, 4, 64>>(*args, epilogue, out_dtype, early_weights, s);
+  if (k_groups == 1) return launch_wgmma<WgmmaShape<4, 1, 2, 64>>(*args, epilogue, out_dtype, early_weights, s);
+  if (k_groups == 2) return launch_wgmma<WgmmaShape<2, 2, 2, 64>>(*args, epilogue, out_dtype, early_weights, s);
+  if (k_groups == 4) return launch_wgmma<WgmmaShape<1, 4, 2, 64>>(*args, epilogue, out_dtype, early_weights, s);
   return cudaErrorInvalidValue;
 }
 
@@ -18,10 +18,10 @@ extern "C" int quads_moe_batch(const quads::GemmArgs* args, int epilogue, int ou
 extern "C" int quads_moe_batch_capacity(int k_groups) {
   using namespace quads;
   for (int tokens = 64; tokens > 0; tokens -= 8) {
-    const int stages = k_groups == 1   ? WgmmaShape<4, 1, 64>::layout(tokens).stages
-                       : k_groups == 2 ? WgmmaShape<2, 2, 64>::layout(tokens).stages
-                                       : WgmmaShape<1, 4, 64>::layout(tokens).stages;
-    if (stages >= WgmmaShape<4, 1, 64>::kMinStages) return tokens;
+    const int stages = k_groups == 1   ? WgmmaShape<4, 1, 2, 64>::layout(tokens).stages
+                       : k_groups == 2 ? WgmmaShape<2, 2, 2, 64>::layout(tokens).stages
+                                       : WgmmaShape<1, 4, 2, 64>::layout(tokens).stages;
+    if (stages >= WgmmaShape<4, 1, 2, 64>::kMinStages) return tokens;
   }
   return 0;
 }

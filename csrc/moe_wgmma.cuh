@@ -3,8 +3,8 @@
 // tokens of an expert at a time. Two instances: moe_batch.cu (medium token counts, bound by the weight bytes: many warps that
 // decode) and moe_prefill.cu (large ones, bound by the tensor cores: many accumulators).
 //
-// Persistent; a unit is 128 RG weight rows x one segment. RG x KG consumer warpgroups of 128 rows each and one producer:
-//   - a producer thread feeds the weight ring (RG x KG x 4608 bytes a stage) with bulk copies, all 128 gather the
+// Persistent; a unit is 64 RG RT weight rows x one segment. RG x KG consumer warpgroups of 64 RT rows each and one producer:
+//   - a producer thread feeds the weight ring (RG x KG x RT blocks a stage) with bulk copies, all 128 gather the
 //     tokens' rows with cp.async into the 128-byte swizzle that wgmma reads;
 //   - a consumer decodes A fragments in registers (the layout of moe_decode.cu is also that of wgmma's A operand) while the
 //     previous step's wgmma runs;
@@ -17,24 +17,20 @@
 
 namespace quads {
 
-// Row groups, K groups, and the most tokens of a segment.
-template <int RG_, int KG_, int TOKENS_>
+// Row groups, K groups, row tiles (of 64) of a consumer, and the most tokens of a segment.
+template <int RG_, int KG_, int RT_, int TOKENS_>
 struct WgmmaShape {
-  static constexpr int RG = RG_, KG = KG_, TOKENS = TOKENS_;
+  static constexpr int RG = RG_, KG = KG_, RT = RT_, TOKENS = TOKENS_;
   static constexpr int kConsumers = RG * KG;
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  static constexpr int kTiles = 2 * RG;  // row tiles of a unit
+  static constexpr int kTiles = RT * RG;  // row tiles of a unit
   static constexpr int kMaxStages = 12;
   static constexpr int kMetaBuffers = 2;
   static constexpr int kLag = 3;  // stages a producer's cp.async groups stay in flight
-  // A stage is released during the next one, whose tokens arrive kLag stages later.
   static constexpr int kMinStages = kLag + 2;
   // Registers: of each multiprocessor sub-partition's 16384, one warp of every warpgroup takes its share.
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 56 : 40;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : 104;
-  // wgmma groups that run while the next fragments are decoded. With four consumers the registers do not suffice for one; there
-  // the four warps of a scheduler cover for each other.
-  static constexpr int kInFlight = kConsumers == 2 ? 1 : 0;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 56 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : 112;
   using Weights = WeightStream<kTiles, KG>;
 
   struct UnitMeta {
@@ -53,7 +49,7 @@ struct WgmmaShape {
     Layout l;
     l.operand_bytes = KG * max_tokens * 128;
     const int width = max_tokens > 32 ? (max_tokens + 15) / 16 * 16 : max_tokens;  // of the widest instruction
-    const int reduce = RG * (KG - 1) * (width / 8) * 4096;
+    const int reduce = RG * (KG - 1) * (width / 8) * RT * 2048;
     const int rest = reduce + kMetaBuffers * (int)sizeof(UnitMeta) + 8 * (3 * kMaxStages + 2 * kMetaBuffers) + 32;
     const int stages = (kLimit - rest) / (l.operand_bytes + Weights::kBytes);
     l.stages = stages > kMaxStages ? kMaxStages : stages;
@@ -85,33 +81,31 @@ template <typename Shape, int N, int EPILOGUE, typename Out>
 __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& shift, const typename Shape::Layout& l,
                                              const Barriers& bar, Ring& ring, char* smem, uint32_t base,
                                              const typename Shape::UnitMeta& meta, int first_tile, int rg, int kg) {
-  constexpr int KG = Shape::KG;
+  constexpr int KG = Shape::KG, RT = Shape::RT;
   using Weights = typename Shape::Weights;
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = threadIdx.x % 32;
-  const int channel = channel_of<EPILOGUE>(first_tile + rg * 2, warp, lane >> 2);
-  ChannelMeta<EPILOGUE> rows[2];  // of this thread's rows in the two row tiles; fetched here, used after the main loop
+  const int channel = channel_of<EPILOGUE>(first_tile + rg * RT, warp, lane >> 2);
+  ChannelMeta<EPILOGUE> rows[RT];  // of this thread's rows in each row tile; fetched here, used after the main loop
 #pragma unroll
-  for (int i = 0; i < 2; ++i)
+  for (int i = 0; i < RT; ++i)
     rows[i] = ChannelMeta<EPILOGUE>(p, meta.segment.expert, channel + (EPILOGUE == kSwiGlu ? i : 2 * i));
-  float acc[2][N / 2];
+  float acc[RT][N / 2];
 #pragma unroll
-  for (int i = 0; i < 2; ++i)
+  for (int i = 0; i < RT; ++i)
 #pragma unroll
     for (int j = 0; j < N / 2; ++j) acc[i][j] = 0.0f;
-  const uint32_t block = base + l.weight_offset + Weights::offset(p, first_tile, rg * 2, kg);
+  const uint32_t block = base + l.weight_offset + Weights::offset(p, first_tile, rg * RT, kg);
   const uint32_t code_offset = block + warp * 512 + lane * 16;
   const uint32_t scale_offset = block + kScaleOffset + warp * 64 + (lane >> 2) * 8;
   const uint32_t operand = base + kg * (l.operand_bytes / KG);
 
-  uint32_t a[2][2][4];  // [k-step parity][row tile][register]
-  int previous = -1;
-  const int steps = p.kblocks / KG;
-  for (int it = 0; it < steps; ++it) {
+  uint4 codes[RT];
+  uint2 scales[RT];
+  uint32_t a[2][RT][4];  // [k-step parity][row tile][register]
+  const auto load = [&] {
     mbar_wait(bar.weights + 8 * ring.slot, ring.phase);
-    uint4 codes[2];
-    uint2 scales[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < RT; ++i) {
       const uint32_t at = ring.slot * Weights::kBytes + i * kBlockBytes;
       asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(codes[i].x), "=r"(codes[i].y), "=r"(codes[i].z), "=r"(codes[i].w)
@@ -122,40 +116,57 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& sh
                    : "r"(at + scale_offset)
                    : "memory");
     }
+  };
+#define QUADS_DECODE(KSTEP)        \
+  _Pragma("unroll") for (int i = 0; i < RT; ++i) \
+      decode_word(word_of(codes[i], KSTEP), decode_scales<KSTEP>(scales[i]), shift, a[(KSTEP) & 1][i])
+#define QUADS_MULTIPLY(KSTEP)                                                                            \
+  {                                                                                                      \
+    wgmma_fence();                                                                                       \
+    _Pragma("unroll") for (int i = 0; i < RT; ++i) wgmma<N>(acc[i], a[(KSTEP) & 1][i], descriptor + 2 * (KSTEP)); \
+    wgmma_commit();                                                                                      \
+  }
+
+  // A step's fragments are decoded while the tensor cores run the step before, the first of a stage while the last of the stage
+  // before runs.
+  const int steps = p.kblocks / KG;
+  load();
+  QUADS_DECODE(0);
+  for (int it = 0; it < steps; ++it) {
     mbar_wait(bar.operand + 8 * ring.slot, ring.phase);
     const uint64_t descriptor = wgmma_descriptor(operand + ring.slot * l.operand_bytes);
-#define QUADS_STEP(KSTEP)                                                                       \
-  {                                                                                             \
-    decode_word(word_of(codes[0], KSTEP), decode_scales<KSTEP>(scales[0]), shift, a[(KSTEP) & 1][0]);  \
-    decode_word(word_of(codes[1], KSTEP), decode_scales<KSTEP>(scales[1]), shift, a[(KSTEP) & 1][1]);  \
-    wgmma_fence();                                                                              \
-    wgmma<N>(acc[0], a[(KSTEP) & 1][0], descriptor + 2 * (KSTEP));                              \
-    wgmma<N>(acc[1], a[(KSTEP) & 1][1], descriptor + 2 * (KSTEP));                              \
-    wgmma_commit();                                                                             \
-    wgmma_wait<Shape::kInFlight>();                                                             \
-  }
-    QUADS_STEP(0)
-    if (previous >= 0 && thread == 0) mbar_arrive(bar.empty + 8 * previous);
-    QUADS_STEP(1)
-    QUADS_STEP(2)
-    QUADS_STEP(3)
-#undef QUADS_STEP
-    previous = ring.slot;
+    const uint32_t empty = bar.empty + 8 * ring.slot;
+    QUADS_MULTIPLY(0)
+    QUADS_DECODE(1);
+    wgmma_wait<0>();
+    QUADS_MULTIPLY(1)
+    QUADS_DECODE(2);
+    wgmma_wait<0>();
+    QUADS_MULTIPLY(2)
+    QUADS_DECODE(3);
+    wgmma_wait<0>();
+    QUADS_MULTIPLY(3)
     ring.next(l.stages);
+    if (it + 1 < steps) {
+      load();
+      QUADS_DECODE(0);
+    }
+    wgmma_wait<0>();
+    if (thread == 0) mbar_arrive(empty);
   }
-  wgmma_wait<0>();
-  if (thread == 0) mbar_arrive(bar.empty + 8 * previous);
+#undef QUADS_DECODE
+#undef QUADS_MULTIPLY
 
   // Tokens 8 j .. 8 j + 7 are finished by K group j % KG, summed in the order of the K groups.
   if (KG > 1) {
-    float4* reduce = reinterpret_cast<float4*>(smem + l.reduce_offset) + rg * (KG - 1) * (N / 8) * 256 + thread;
+    float4* reduce = reinterpret_cast<float4*>(smem + l.reduce_offset) + rg * (KG - 1) * (N / 8) * RT * 128 + thread;
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
       const int owner = j % KG;
       if (kg == owner) continue;
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        reduce[((j * (KG - 1) + (kg < owner ? kg : kg - 1)) * 2 + i) * 128] =
+      for (int i = 0; i < RT; ++i)
+        reduce[((j * (KG - 1) + (kg < owner ? kg : kg - 1)) * RT + i) * 128] =
             make_float4(acc[i][4 * j], acc[i][4 * j + 1], acc[i][4 * j + 2], acc[i][4 * j + 3]);
     }
     named_barrier(1 + rg, 128 * KG);
@@ -163,7 +174,7 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& sh
     for (int j = 0; j < N / 8; ++j) {
       if (kg != j % KG) continue;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < RT; ++i) {
         float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (int k = 0; k < KG; ++k) {
@@ -171,7 +182,7 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& sh
 #pragma unroll
             for (int r = 0; r < 4; ++r) sum[r] += acc[i][4 * j + r];
           } else {
-            const float4 v = reduce[((j * (KG - 1) + (k < j % KG ? k : k - 1)) * 2 + i) * 128];
+            const float4 v = reduce[((j * (KG - 1) + (k < j % KG ? k : k - 1)) * RT + i) * 128];
             sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
           }
         }
@@ -184,7 +195,9 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& sh
   // Computed for every token of the tile, stored for those that exist: without branches the chains of all tokens overlap.
   Out* const out = reinterpret_cast<Out*>(p.out) + channel;
   const int count = channel < p.channels ? meta.segment.count : 0;
-  const float2 alpha[2] = {rows[0].alpha(meta.segment), rows[1].alpha(meta.segment)};
+  float2 alpha[RT];
+#pragma unroll
+  for (int i = 0; i < RT; ++i) alpha[i] = rows[i].alpha(meta.segment);
 #pragma unroll
   for (int j = 0; j < N / 8; ++j) {
     if (KG > 1 && kg != j % KG) continue;
@@ -192,17 +205,16 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& sh
     for (int half = 0; half < 2; ++half) {
       const int token = 8 * j + 2 * (lane & 3) + half;
       const TokenMeta t = meta.tokens[token];
-      const float2 low = make_float2(alpha[0].x * t.decode, alpha[0].y * t.decode);
-      const float2 high = make_float2(alpha[1].x * t.decode, alpha[1].y * t.decode);
-      const float2 a = finish<EPILOGUE>(acc[0][4 * j + half], acc[0][4 * j + half + 2], low, rows[0].bias, t.router);
-      const float2 b = finish<EPILOGUE>(acc[1][4 * j + half], acc[1][4 * j + half + 2], high, rows[1].bias, t.router);
-      if (EPILOGUE == kSwiGlu) {
-        const float v[2] = {a.x, b.x};
-        if (token < count) store_adjacent<2>(out + t.row, v);
-      } else {
-        const float v[4] = {a.x, a.y, b.x, b.y};
-        if (token < count) store_adjacent<4>(out + t.row, v);
+      constexpr int kWidth = EPILOGUE == kSwiGlu ? 1 : 2;  // adjacent channels of a row tile
+      float v[RT * kWidth];
+#pragma unroll
+      for (int i = 0; i < RT; ++i) {
+        const float2 scale = make_float2(alpha[i].x * t.decode, alpha[i].y * t.decode);
+        const float2 y = finish<EPILOGUE>(acc[i][4 * j + half], acc[i][4 * j + half + 2], scale, rows[i].bias, t.router);
+        v[kWidth * i] = y.x;
+        if (EPILOGUE == kPlain) v[kWidth * i + kWidth - 1] = y.y;
       }
+      if (token < count) store_adjacent<RT * kWidth>(out + t.row, v);
     }
   }
 }
@@ -330,7 +342,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     mbar_wait(bar.meta_full + 8 * meta_slot, meta_phase);
 #define QUADS_TOKENS(N) compute_unit<Shape, N, EPILOGUE, Out>(p, shift, l, bar, ring, smem, base, meta[meta_slot], tile, rg, kg)
     const int tokens = meta[meta_slot].segment.count;
-    if constexpr (Shape::TOKENS == 128) {
+    if constexpr (Shape::TOKENS > 64) {
       switch ((tokens - 1) / 16) {
         case 0:
         case 1: QUADS_TOKENS(32); break;

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -190,6 +191,8 @@ VARIANTS = {
     "batch-k1-cap8": both(Gemm.BATCH, capacity=8),
     "batch-k2-cap48": both(Gemm.BATCH, 2, capacity=48),
     "prefill": both(Gemm.PREFILL, float32_partials=False),
+    "prefill-old": both(Gemm.PREFILL, 2),
+    "prefill-cap64": both(Gemm.PREFILL, capacity=64),
     "mixed": Tuning(gemm1=Gemm.DECODE, gemm2=Gemm.BATCH, capacity=16),
     "default": Tuning(),
 }
@@ -204,6 +207,8 @@ VARIANTS = {
         (8, 2048, 768, 2, 64),
         (4, 1024, 320, 2, 150),
         (4, 512, 96, 3, 600),
+        (12, 512, 96, 10, 130),
+        (3, 256, 192, 1, 5),
         (16, 2048, 768, 8, 250),
         (4, 7168, 256, 2, 37),
         (2, 256, 14336, 1, 20),
@@ -219,6 +224,21 @@ def test_layer_matches_fp64(
         if depth > 8192:
             pytest.skip("not even 8 tokens fit")
         tuning = replace(tuning, capacity=8)
+    layer, x, weights, ids, c, references = case(experts, hidden, intermediate, top_k, tokens)
+    for four, want in references.items():
+        got = quads_moe(x, layer.prepared, weights, ids, compensation=c, four_over_six=four, tuning=tuning)
+        # Rows span 1e-20 to 1e3: each row is held to its own norm. An h that lands on the other side of a rounding
+        # boundary moves one code, hence the slack over 2^-9.
+        rows = (got.double() - want).norm(dim=1) / want.norm(dim=1).clamp(min=1e-30)
+        assert float(rows.max()) < 1.5e-2, rows.max()
+        assert relative_error(got, want) < 4e-3
+
+
+@functools.cache
+def case(
+    experts: int, hidden: int, intermediate: int, top_k: int, tokens: int
+) -> tuple[Layer, Tensor, Tensor, Tensor, MoECompensation, dict[bool, Tensor]]:
+    """A layer, its inputs, and what FP64 makes of them without and with four-over-six."""
     layer = Layer(experts, hidden, intermediate)
     x = activations(tokens, hidden, torch.bfloat16, tokens).cuda()
     weights, ids = routing(tokens, experts, top_k, tokens)
@@ -230,14 +250,7 @@ def test_layer_matches_fp64(
         bias13=torch.randn(experts, 2 * intermediate, device="cuda", generator=gen) * 0.1,
         full=torch.rand(tokens, device="cuda", generator=gen) < 0.5,
     )
-    for four in (False, True):
-        got = quads_moe(x, layer.prepared, weights, ids, compensation=c, four_over_six=four, tuning=tuning)
-        want = layer.reference(x, weights, ids, four, c)
-        # Rows span 1e-20 to 1e3: each row is held to its own norm. An h that lands on the other side of a rounding
-        # boundary moves one code, hence the slack over 2^-9.
-        rows = (got.double() - want).norm(dim=1) / want.norm(dim=1).clamp(min=1e-30)
-        assert float(rows.max()) < 1.5e-2, rows.max()
-        assert relative_error(got, want) < 4e-3
+    return layer, x, weights, ids, c, {four: layer.reference(x, weights, ids, four, c) for four in (False, True)}
 
 
 def test_partial_expert_map_and_ids_out_of_range() -> None:

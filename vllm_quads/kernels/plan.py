@@ -115,7 +115,7 @@ def plan_layer(
             choice = GemmChoice(gemm, groups or _batch_k_groups(shape, limits, pairs, n))
             most = limits.batch_capacity(choice.k_groups)
         else:
-            choice, most = GemmChoice(gemm), PREFILL_CAPACITY
+            choice, most = GemmChoice(gemm, groups or 1), PREFILL_CAPACITY
         if most < 8:
             raise FormatError(f"{choice.gemm.value} GEMM: not even 8 tokens with K = {k} fit into shared memory")
         choices.append(choice)
