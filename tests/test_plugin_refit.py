@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 from vllm_quads.checkpoint import quantize_checkpoint
 from vllm_quads.compensation import CompensationState
 from vllm_quads.nvfp4 import Contract, ContractError, QuadsError, QuantizedSet, RefitError
+from vllm_quads.plugin.units import Unit
 from vllm_quads.refit import Manifest, TensorSpec, as_engine
 
 EXPERT = "model.layers.1.mlp.experts.2"
@@ -51,15 +52,16 @@ def serving(tiny_qwen3_moe: Path, module_engine: Callable[..., Any]) -> Any:
     return llm
 
 
-def manifest(llm: Any, tensors: dict[str, Tensor], fingerprint: str, version: int = 1, **extra: Any) -> Manifest:
+def manifest(llm: Any, tensors: dict[str, Tensor], fingerprint: str | None, **extra: Any) -> Manifest:
     engine = as_engine(llm)
     specs = {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in tensors.items()}
-    return Manifest(engine.contract(), engine.quantized(), specs, fingerprint, version, **extra)
+    version = extra.pop("version", engine.policy_version() + 1)
+    return Manifest(engine.contract(), engine.quantized(), specs, version, fingerprint, **extra)
 
 
-def push(llm: Any, tensors: dict[str, Tensor], fingerprint: str, version: int = 1, **extra: Any) -> Any:
+def push(llm: Any, tensors: dict[str, Tensor], fingerprint: str | None, **extra: Any) -> Any:
     engine = as_engine(llm)
-    engine.begin(manifest(llm, tensors, fingerprint, version, **extra))
+    engine.begin(manifest(llm, tensors, fingerprint, **extra))
     for item in tensors.items():
         engine.load([item])
     return engine.commit()
@@ -69,11 +71,12 @@ def test_push_equals_a_fresh_engine(serving: Any, other: Path, expected: Any, tm
     """After a push (BF16 or packed) log-probs equal those of an engine started with the exported checkpoint, bit for
     bit; the fingerprint, policy version and report say so."""
     quantize_checkpoint(other, tmp_path / "q")
-    report = push(serving, tensors_of(other), expected[other][1], version=4)
+    version = as_engine(serving).policy_version() + 4
+    report = push(serving, tensors_of(other), expected[other][1], version=version)
     assert scores(serving) == expected[other][0]
     assert as_engine(serving).fingerprint() == report.fingerprint == expected[other][1]
-    assert as_engine(serving).policy_version() == report.policy_version == 4
-    packed = push(serving, tensors_of(tmp_path / "q"), expected[other][1], version=5)
+    assert as_engine(serving).policy_version() == report.policy_version == version
+    packed = push(serving, tensors_of(tmp_path / "q"), expected[other][1])
     assert scores(serving) == expected[other][0]
     assert packed.bytes < report.bytes
 
@@ -82,7 +85,7 @@ def test_two_pushes_are_bit_equal(serving: Any, other: Path, expected: Any) -> N
     """Pushing identical weights twice changes nothing, not even the last bit."""
     push(serving, tensors_of(other), expected[other][1])
     first = scores(serving)
-    push(serving, tensors_of(other), expected[other][1], version=2)
+    push(serving, tensors_of(other), expected[other][1])
     assert scores(serving) == first == expected[other][0]
 
 
@@ -180,7 +183,7 @@ def test_manifest_is_checked_before_a_byte_moves(
 
 def test_sensitivities_of_another_model(serving: Any, other: Path, expected: Any, tiny_qwen3_moe: Path) -> None:
     """A push whose sensitivities name a site that the engine does not have is refused, naming the site."""
-    alien = {"model.layers.9.mlp.experts.w13": torch.tensor(1.0)}
+    alien = {"model.layers.9.mlp.experts.w13": 1.0}
     with pytest.raises(RefitError, match=r"layers\.9\.mlp\.experts\.w13 is no quantized site"):
         push(serving, tensors_of(other), expected[other][1], compensation=alien)
     assert as_engine(serving).fingerprint() == expected[tiny_qwen3_moe][1]
@@ -203,7 +206,8 @@ def test_interrupted_push_changes_nothing(serving: Any, other: Path, expected: A
     engine = as_engine(serving)
     engine.begin(manifest(serving, tensors, expected[other][1]))
     engine.load(list(tensors.items())[: len(tensors) // 2])
-    assert scores(serving) == expected[tiny_qwen3_moe][0]
+    with pytest.raises(RefitError, match="cannot serve: a refit to policy version .* is under way"):
+        scores(serving)
     with pytest.raises(RefitError, match="was promised by the manifest but never sent"):
         engine.commit()
     assert scores(serving) == expected[tiny_qwen3_moe][0]
@@ -213,10 +217,10 @@ def test_interrupted_push_changes_nothing(serving: Any, other: Path, expected: A
         push(serving, bad, expected[other][1])
 
     with pytest.raises(RefitError, match="fingerprint .* the previous weights keep serving"):
-        push(serving, tensors, "0123456789abcdef", version=9)
+        push(serving, tensors, "0123456789abcdef", version=99)
     assert scores(serving) == expected[tiny_qwen3_moe][0]
     assert engine.fingerprint() == expected[tiny_qwen3_moe][1]
-    assert engine.policy_version() != 9
+    assert engine.policy_version() != 99
     push(serving, tensors, expected[other][1])
     assert scores(serving) == expected[other][0]
 
@@ -225,16 +229,15 @@ def test_failure_inside_the_swap_is_rolled_back(
     serving: Any, other: Path, expected: Any, tiny_qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exception while vLLM copies weights leaves all of the old ones, bit for bit."""
-    loader = type(quads_layers(serving)["quads.model.layers.1.mlp.experts"].loader)
-    original, calls = loader.load, []
+    original, calls = Unit.write_quantized, []
 
     def failing(self: Any, *args: Any) -> None:
         calls.append(args)
-        if len(calls) == 17:
-            raise RuntimeError("link down")
         original(self, *args)
+        if len(calls) == 3:
+            raise RuntimeError("link down")
 
-    monkeypatch.setattr(loader, "load", failing)
+    monkeypatch.setattr(Unit, "write_quantized", failing)
     with pytest.raises(RefitError, match="RuntimeError: link down.*previous weights keep serving"):
         push(serving, tensors_of(other), expected[other][1])
     monkeypatch.undo()
@@ -282,7 +285,7 @@ def test_compensation_is_refreshed_by_a_push_and_travels(
     assert not any(bool(s.blocks.any() or s.center.any()) for s in engine.compensation().sites.values())
     engine.collect_statistics(False)
     assert scores(serving) == before
-    sensitivities = {name: torch.tensor(1.0 + i) for i, name in enumerate(engine.compensation().sites)}
+    sensitivities = {name: 1.0 + i for i, name in enumerate(engine.compensation().sites)}
     push(serving, tensors_of(other), expected[other][1], compensation=sensitivities)
     state = engine.compensation()
     assert any(bool(s.blocks.any()) for s in state.sites.values())
@@ -294,7 +297,7 @@ def test_compensation_is_refreshed_by_a_push_and_travels(
     exported = damaged(other, tmp_path / "export", lambda t: None)
     state.save(exported)
     assert scores(module_engine(exported)) == after
-    push(serving, tensors_of(other), expected[other][1], version=2)  # no statistics since: state and scores stay
+    push(serving, tensors_of(other), expected[other][1])  # no statistics since: state and scores stay
     assert scores(serving) == after
 
 
@@ -338,17 +341,36 @@ def test_engine_protocol_errors(serving: Any, other: Path, expected: Any) -> Non
 
 
 def test_requests_added_during_a_refit(serving: Any, other: Path, expected: Any) -> None:
-    """A request that arrives between begin and commit would be answered by two policies: the swap does not happen."""
+    """A request that arrives during a refit is answered by one policy: by the new one if nothing of it was computed, else
+    the refit does not happen."""
     from vllm import SamplingParams
 
-    before = scores(serving)
+    def finish(llm: Any) -> list[float]:
+        done = []
+        for _ in range(20):
+            done += [o for o in llm.llm_engine.step() if o.finished]
+            if not llm.llm_engine.has_unfinished_requests():
+                break
+        return [next(iter(e.values())).logprob for o in done for e in o.outputs[0].logprobs]
+
     engine, tensors = as_engine(serving), tensors_of(other)
     engine.begin(manifest(serving, tensors, expected[other][1]))
     engine.load(tensors.items())
-    params = SamplingParams(max_tokens=2, temperature=0, detokenize=False)
+    params = SamplingParams(max_tokens=2, temperature=0, logprobs=0, detokenize=False)
     serving.llm_engine.add_request("late", {"prompt_token_ids": [3, 4, 5]}, params)
-    with pytest.raises(RefitError, match="requests were added since the refit began.*previous weights keep serving"):
-        engine.commit()
-    while serving.llm_engine.has_unfinished_requests():
-        serving.llm_engine.step()
+    engine.commit()
+    late = finish(serving)
+    before = scores(serving)
+    serving.llm_engine.add_request("later", {"prompt_token_ids": [3, 4, 5]}, params)
+    assert finish(serving) == late
+    with pytest.raises(RefitError, match="has unfinished requests"):
+        serving.llm_engine.add_request("early", {"prompt_token_ids": [3, 4, 5]}, params)
+        engine.begin(manifest(serving, tensors, expected[other][1]))
+    finish(serving)
+    engine.begin(manifest(serving, tensors, expected[other][1]))
+    serving.llm_engine.add_request("between", {"prompt_token_ids": [3, 4, 5]}, params)
+    serving.llm_engine.step()  # now some of it has been computed by the old weights
+    with pytest.raises(RefitError, match="unfinished requests.*previous weights keep serving"):
+        engine.load(tensors.items())
+    finish(serving)
     assert scores(serving) == before

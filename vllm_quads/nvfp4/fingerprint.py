@@ -2,8 +2,8 @@
 """Fingerprints: short digests of packed codes and scales, the same on every device.
 
 A tensor is read as words (32 bits of codes, one block scale, the global scale), mixed, and summed with odd weights that
-depend on the position, modulo 2^64. Integer sums do not depend on their order, so CPU and GPU agree, a shard adds its own
-terms, and a sum over ranks gives the digest of the full tensor: K may be cut at any multiple of 16. A digest guards
+depend on the position, modulo 2^64. Integer sums do not depend on their order, so CPU and GPU agree, a shard adds its
+own terms, and a sum over ranks gives the digest of the full tensor: K may be cut at any multiple of 16. A digest guards
 against mistakes (a stale, swapped, missing or moved value), not against an adversary.
 
 Digests of matrices add up to those of *units*, the tensors that a rollout stores as one (gate and up of all experts of

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -117,6 +118,27 @@ def tp_rank(layer: Any) -> int:
     return int(rank)
 
 
+def is_first_replica() -> bool:
+    """True on the one rank that stands for all in which a linear layer is replicated."""
+    from vllm.distributed import parallel_state
+
+    if parallel_state._TP is None or parallel_state.get_tp_group().world_size == 1:
+        return True
+    return parallel_state.get_tp_group().rank_in_group == 0
+
+
+def gather(value: Any) -> list[Any]:
+    """The picklable value of every tensor-parallel rank, in their order; all ranks have to take part."""
+    from vllm.distributed import parallel_state
+
+    group = parallel_state._TP
+    if group is None or group.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
+
+
 def decode_mask(num_tokens: int, device: torch.device) -> Tensor | None:
     """bool [M], True for the decode tokens of the running step; None if nothing is known (profiling, dummy runs).
 
@@ -163,3 +185,126 @@ def is_in_process(llm: Any) -> bool:
 
     engine = llm.llm_engine
     return isinstance(engine.engine_core, InprocClient) and engine.vllm_config.parallel_config.world_size == 1
+
+
+# -- weight transfer ---------------------------------------------------------------------------------------------------
+
+
+def register_transfer_backend(name: str, engine: str, module: str) -> None:
+    """Register a weight-transfer backend by class name and module, once per process."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    with suppress(ValueError):  # vLLM refuses a second registration, and general plugins may be loaded twice
+        WeightTransferEngineFactory.register_engine(name, module, engine)
+
+
+def default_weight_transfer(vllm_config: Any, name: str) -> None:
+    """Let this worker have the transfer backend `name` unless the user has chosen one.
+
+    Called while the model is built; vLLM makes the backend right after.
+    """
+    if vllm_config.weight_transfer_config is None:
+        from vllm.config.weight_transfer import WeightTransferConfig
+
+        vllm_config.weight_transfer_config = WeightTransferConfig(backend=name)
+
+
+def transfer_engine_class(plane: str) -> Any:
+    """vLLM's own receiving engine: `ipc` or `nccl`."""
+    if plane == "ipc":
+        from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+
+        return IPCWeightTransferEngine
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+    return NCCLWeightTransferEngine
+
+
+def init_info(engine: Any, values: Mapping[str, Any]) -> Any:
+    """The engine's typed init info. Before 0.27 what concerns packing belongs to each update, later to the init."""
+    return engine.parse_init_info(_known(engine.init_info_cls, values))
+
+
+def update_info(engine: Any, values: Mapping[str, Any]) -> Any:
+    """The engine's typed update info, see `init_info`."""
+    return engine.parse_update_info(_known(engine.update_info_cls, values))
+
+
+def set_ipc_packed(engine: Any, packed: bool) -> None:
+    """Tell vLLM's IPC engine whether the next message is one buffer or one handle per tensor."""
+    engine.init_transfer_engine(init_info(engine, {"packed": packed}))
+
+
+def _known(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    names = {f.name for f in fields(cls)}
+    return {k: v for k, v in values.items() if k in names}
+
+
+def init_request(info: dict[str, Any]) -> Any:
+    """`init_weight_transfer_engine`'s argument for `AsyncLLM`."""
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+    return WeightTransferInitRequest(init_info=info)
+
+
+def update_request(info: dict[str, Any]) -> Any:
+    """`update_weights`' argument for `AsyncLLM`."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    return WeightTransferUpdateRequest(update_info=info)
+
+
+def join_as_trainer(info: Mapping[str, Any]) -> Any:
+    """Rank 0 of the NCCL group that vLLM's workers join."""
+    from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+    return trainer_init(dict(info))
+
+
+def broadcast_as_trainer(tensors: Iterator[tuple[str, Tensor]], group: Any, chunk_bytes: int) -> None:
+    """vLLM's packed broadcast from rank 0; returns when the tensors may be reused."""
+    from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+    packed_nccl_broadcast_producer(
+        iterator=tensors, group=group, src=0, post_iter_func=lambda item: item[1], buffer_size_bytes=chunk_bytes
+    )
+
+
+def own_address() -> str:
+    """This machine's address, as other machines reach it."""
+    from vllm.utils.network_utils import get_ip
+
+    return str(get_ip())
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    from vllm.utils.network_utils import get_open_port
+
+    return int(get_open_port())
+
+
+def gather_over_ranks(value: Any) -> list[Any]:
+    """The values of all workers of an engine without data parallelism, in rank order. A collective."""
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    if group.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
+
+
+def has_running_requests(llm: Any) -> bool:
+    """True if a request of this in-process `LLM` is being computed (not merely queued)."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    return bool(scheduler.running)
+
+
+def abort_all_requests(llm: Any) -> None:
+    """Give up every request of this in-process `LLM`."""
+    engine = llm.llm_engine
+    states = engine.output_processor.request_states
+    internal = "internal" in inspect.signature(engine.abort_request).parameters
+    engine.abort_request(list(states), internal=True) if internal else engine.abort_request(list(states))

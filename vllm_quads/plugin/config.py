@@ -29,6 +29,7 @@ from vllm_quads.nvfp4 import (
     Contract,
     ContractError,
     QuantizedSet,
+    RefitError,
     Scheme,
     WeightGlobalScale,
     canonical_name,
@@ -57,6 +58,10 @@ class QuadsConfig(QuantizationConfig):
         self.source = source or unquantized()
         self.policy_version = 0
         """Version of the weights that are serving, as counted by the trainer."""
+        self.refusal: str | None = None
+        """Why no forward pass may run (weights of two policies, or none), or None."""
+        self.refused_forward = False
+        """True once a forward pass has been refused, which loses the requests that were in it."""
         self.runtimes: dict[str, LayerRuntime] = {}
         """Runtime of every quantized layer of this rank."""
         self.weights: dict[str, tuple[int, int]] = {}
@@ -135,6 +140,12 @@ class QuadsConfig(QuantizationConfig):
         for runtime in self.runtimes.values():
             runtime.state_changed()
 
+    def require_servable(self) -> None:
+        """Raise RefitError if a refit is under way, or has failed and left no weights that could serve."""
+        if self.refusal is not None:
+            self.refused_forward = True
+            raise RefitError(f"this engine cannot serve: {self.refusal}")
+
     def collect(self, on: bool) -> None:
         """Start or stop gathering statistics in every layer. Raises ContractError where captured graphs would not."""
         if on:
@@ -146,19 +157,15 @@ class QuadsConfig(QuantizationConfig):
         if self._captures:
             raise ContractError(f"this engine replays captured CUDA graphs and {why}; start it with enforce_eager=True")
 
-    def _refuse_to_capture_reference(self, prefix: str, *, experts: bool) -> None:
+    def _refuse_to_capture_reference(self, prefix: str) -> None:
         """Raise ContractError if CUDA graphs are captured and this layer runs the torch reference, which reads token
         counts on the host and moves its operands at a refit."""
         if not self._captures:
             return
         choice = choose_backend(torch.get_default_device())
         why = None
-        if not experts:
-            why = "dense linears run the torch reference everywhere"
-        elif choice.name == "torch":
+        if choice.name == "torch":
             why = choice.reason
-        elif self.contract.scheme is Scheme.W4A16:
-            why = "the fused kernels compute W4A4 only, and scheme 'w4a16' runs the torch reference"
         elif self._act_dtype is torch.float32:
             why = "the fused kernels take BF16 and FP16 only, and dtype float32 runs the torch reference"
         if why is not None:
@@ -196,6 +203,7 @@ class QuadsConfig(QuantizationConfig):
         self._captures = compat.captures_graphs(vllm_config)
         self._act_dtype = model_config.dtype
         self._contract = contract
+        compat.default_weight_transfer(vllm_config, "quads")
         if compat.is_cpu():
             self._hook = register_module_module_registration_hook(self._keep_plain)
 
@@ -214,26 +222,20 @@ class QuadsConfig(QuantizationConfig):
         """The method of one layer; raises ContractError for layers that the contract may not select."""
         self._bind()
         if isinstance(layer, RoutedExperts):
-            if not self._decide(self._expert_shapes(layer, prefix)):
+            if not self._decide(expert_shapes(layer, prefix)):
                 return None
-            self._refuse_to_capture_reference(prefix, experts=True)
+            self._refuse_to_capture_reference(prefix)
             return QuadsMoEMethod(self, prefix, layer)
         if isinstance(layer, LinearBase):
             shapes = self._linear_shapes(layer, prefix)
             if self._decide(shapes):
-                self._refuse_to_capture_reference(prefix, experts=False)
+                self._refuse_to_capture_reference(prefix)
                 return QuadsLinearMethod(self, prefix, list(shapes))
             return DenseLinearMethod(self)
         if isinstance(layer, VocabParallelEmbedding):
             self._decide({canonical_name(prefix): (layer.org_vocab_size, layer.embedding_dim)})
             return DenseEmbeddingMethod(self)
         return None
-
-    def _expert_shapes(self, layer: RoutedExperts, prefix: str) -> dict[str, tuple[int, int]]:
-        moe = layer.moe_config
-        hidden, inter = moe.hidden_dim, moe.intermediate_size_per_partition * moe.moe_parallel_config.tp_size
-        gate_up = dict.fromkeys(expand(f"{prefix}.gate_up_proj", layer.global_num_experts), (inter, hidden))
-        return gate_up | dict.fromkeys(expand(f"{prefix}.down_proj", layer.global_num_experts), (hidden, inter))
 
     def _linear_shapes(self, layer: LinearBase, prefix: str) -> dict[str, tuple[int, int]]:
         parts = expand(prefix)
@@ -321,8 +323,8 @@ class QuadsConfig(QuantizationConfig):
             self.contract.digest(),
         )
 
-    def set_compensation(self, state: CompensationState) -> None:
-        """Take over compensation state. Raises CheckpointError for a site that this model does not have."""
+    def check_compensation(self, state: CompensationState) -> None:
+        """Raise CheckpointError for state of a site that this model does not have, or of another shape."""
         sites = {name for r in self.runtimes.values() for name in r.specs}
         unknown = sorted(set(state.sites) - sites)
         if unknown:
@@ -330,8 +332,12 @@ class QuadsConfig(QuantizationConfig):
                 f"compensation state names {unknown[0]}, which is no quantized site of this model (sites look like "
                 f"{next(iter(sorted(sites)), '(none)')!r}); calibrate again with `quads quantize --calibrate`"
             )
-        for runtime in self.runtimes.values():  # all before the first one changes
+        for runtime in self.runtimes.values():
             runtime.check_state(state.sites)
+
+    def set_compensation(self, state: CompensationState) -> None:
+        """Take over compensation state. Raises CheckpointError as `check_compensation` does; nothing changes then."""
+        self.check_compensation(state)
         for runtime in self.runtimes.values():
             runtime.set_state(state.sites)
         self.sensitivities = dict(state.sensitivities)
@@ -344,6 +350,14 @@ class QuadsConfig(QuantizationConfig):
             for name, s in r.states.items()
         }
         return CompensationState(sites, dict(self.sensitivities))
+
+
+def expert_shapes(layer: RoutedExperts, prefix: str) -> dict[str, tuple[int, int]]:
+    """Canonical name -> (N, K) of every matrix of a MoE layer, over all ranks."""
+    moe = layer.moe_config
+    hidden, inter = moe.hidden_dim, moe.intermediate_size_per_partition * moe.moe_parallel_config.tp_size
+    gate_up = dict.fromkeys(expand(f"{prefix}.gate_up_proj", layer.global_num_experts), (inter, hidden))
+    return gate_up | dict.fromkeys(expand(f"{prefix}.down_proj", layer.global_num_experts), (hidden, inter))
 
 
 def needs_input_scales(contract: Contract) -> bool:

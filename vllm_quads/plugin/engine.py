@@ -10,7 +10,6 @@ Needs the engine in this process: `VLLM_ENABLE_V1_MULTIPROCESSING=0` and no tens
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,12 +19,13 @@ from torch import Tensor, nn
 from vllm_quads.compensation import CompensationState
 from vllm_quads.nvfp4 import Contract, ContractError, QuadsError, QuantizedSet, RefitError, first_difference
 from vllm_quads.plugin import compat
-from vllm_quads.refit import Manifest, RefitReport
+from vllm_quads.refit import Manifest, RefitReport, RefitStatus
 
 if TYPE_CHECKING:
     from vllm import LLM
 
     from vllm_quads.plugin.config import QuadsConfig
+    from vllm_quads.plugin.refit import RefitSession
 
 _T = TypeVar("_T")
 _RUNTIME_SECTIONS = ("scheme", "activation", "compensation")
@@ -37,8 +37,7 @@ class VllmEngine:
 
     def __init__(self, llm: LLM) -> None:
         self._llm = weakref.proxy(llm)
-        self._staged: Any = None
-        self._seconds: dict[str, float] = {}
+        self._written = False
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -72,51 +71,68 @@ class VllmEngine:
     # -- refit ---------------------------------------------------------------------------------------------------
 
     def begin(self, manifest: Manifest) -> None:
-        """Validate a push. Raises RefitError naming the first difference in contract, set, names, shapes or dtypes."""
-        from vllm_quads.plugin.refit import StagedRefit
-
-        if self._staged is not None:
-            raise RefitError("a refit is already under way; commit or abort it first")
-        if self._llm.llm_engine.has_unfinished_requests():
-            raise RefitError("the engine has unfinished requests, which would mix two policies; let them finish first")
-        start = time.perf_counter()
-        self._staged = self._run(lambda model: StagedRefit(model, manifest))
-        self._manifest = manifest
-        self._seconds = {"validate": time.perf_counter() - start, "stage": 0.0}
+        """Validate a push. Raises RefitError naming the first difference in contract, set, names, shapes, dtypes or
+        version, or if requests are unfinished, which two policies would answer."""
+        self._drop_refused()
+        self._refuse_requests()
+        self._session(lambda session: session.begin(manifest))
+        self._written = False
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Stage tensors; serving weights do not change. Raises RefitError, and then the refit is aborted."""
-        staged = self._require_staged()
-        start = time.perf_counter()
+        """Install tensors, layer by layer. Raises RefitError, and then the refit is over (see `refit.RefitSession`)."""
+        if not self._written:
+            try:
+                self._refuse_requests(running=True)
+            except RefitError:
+                self.abort()
+                raise
+        self._session(lambda session: session.receive(tensors))
+        self._written = True
+
+    def commit(self, digests: Mapping[str, int] | None = None) -> RefitReport:
+        """Verify and serve the new weights, or raise RefitError: the previous ones serve, or none (see `status`).
+
+        Requests that were added since `begin`, but of which nothing has been computed, are answered by the new weights.
+        """
+        self._drop_refused()
         try:
-            staged.load(tensors)
-        except BaseException:
+            self._refuse_requests(running=True)
+        except RefitError:
             self.abort()
             raise
-        self._seconds["stage"] += time.perf_counter() - start
-
-    def commit(self) -> RefitReport:
-        """Swap the staged weights in, or raise RefitError and leave everything as it was."""
-        staged = self._require_staged()
-        start = time.perf_counter()
-        self._staged = None
-        if self._llm.llm_engine.has_unfinished_requests():
-            raise RefitError(
-                "requests were added since the refit began, which would mix two policies; let them finish and push "
-                "again. The previous weights keep serving"
-            )
-        fingerprint, size = staged.commit()
+        report = self._session(lambda session: session.commit(digests))
         # vLLM does not do this by itself: cached key/value blocks belong to the old weights.
         if not self._llm.reset_prefix_cache():
             raise QuadsError("the weights were swapped, but vLLM refused to reset its prefix cache; call it again")
-        self._seconds["swap"] = time.perf_counter() - start
-        return RefitReport(
-            self._manifest.policy_version, fingerprint, len(self._manifest.tensors), size, dict(self._seconds)
-        )
+        return report
 
     def abort(self) -> None:
-        """Forget what was staged."""
-        self._staged = None
+        """End the refit that is under way, if there is one, as after a failure."""
+        self._drop_refused()
+        self._session(lambda session: session.abort())
+
+    def status(self) -> RefitStatus:
+        """Whether the engine may serve, and how its refits have ended."""
+        return self._session(lambda session: session.status())
+
+    def _refuse_requests(self, *, running: bool = False) -> None:
+        """Raise RefitError if requests are unfinished (running: if something has been computed of them)."""
+        engine = self._llm.llm_engine
+        if engine.has_unfinished_requests() and (not running or compat.has_running_requests(self._llm)):
+            raise RefitError(
+                "the engine has unfinished requests, which would mix two policies; let them finish first. The previous "
+                "weights keep serving"
+            )
+
+    def _drop_refused(self) -> None:
+        """Requests of a forward pass that was refused have been answered by an error, but vLLM still has them queued."""
+
+        def refused(config: QuadsConfig) -> bool:
+            before, config.refused_forward = config.refused_forward, False
+            return before
+
+        if self._read(refused):
+            compat.abort_all_requests(self._llm)
 
     # -- changing what does not change weights -------------------------------------------------------------------
 
@@ -173,11 +189,6 @@ class VllmEngine:
 
     # -- plumbing ------------------------------------------------------------------------------------------------
 
-    def _require_staged(self) -> Any:
-        if self._staged is None:
-            raise RefitError("no refit is under way; call begin(manifest) first")
-        return self._staged
-
     def _run(self, fn: Callable[[nn.Module], _T]) -> _T:
         if not compat.is_in_process(self._llm):
             raise RefitError(
@@ -186,6 +197,11 @@ class VllmEngine:
             )
         result: _T = self._llm.apply_model(fn)[0]
         return result
+
+    def _session(self, fn: Callable[[RefitSession], _T]) -> _T:
+        from vllm_quads.plugin.refit import session_of
+
+        return self._run(lambda model: fn(session_of(model)))
 
     def _read(self, fn: Callable[[QuadsConfig], _T]) -> _T:
         from vllm_quads.plugin.refit import config_of

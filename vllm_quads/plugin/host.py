@@ -18,6 +18,9 @@ class LayerHost(Protocol):
     def contract(self) -> Contract:
         """The engine's contract; its scheme, activation and compensation sections may change at run time."""
 
+    def require_servable(self) -> None:
+        """Raise RefitError if the weights are not those of one policy."""
+
     def make_loader(self, layer: nn.Module, groups: list[list[Matrix]]) -> PackedLoader:
         """The loader of a quantized layer."""
 

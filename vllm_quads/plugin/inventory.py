@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tensors a loaded vLLM model takes, under canonical names; and what a pushed tensor name means."""
+"""What tensors a loaded vLLM model takes, under canonical names; and where each tensor of a push belongs."""
 
 from __future__ import annotations
 
@@ -7,25 +7,30 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from vllm_quads.nvfp4 import BLOCK_SIZE, RefitError, canonical_name, expand
+from vllm_quads.nvfp4 import BLOCK_SIZE, RefitError, canonical_name, expand, unit_of
 from vllm_quads.nvfp4.names import is_expert_stack
-from vllm_quads.plugin.config import QuadsConfig
+from vllm_quads.plugin.config import QuadsConfig, expert_shapes
 from vllm_quads.plugin.linear import full_rows
 from vllm_quads.plugin.loading import FLOATS, Role
 from vllm_quads.plugin.runtime import LayerRuntime
+from vllm_quads.plugin.units import Unit, units_of
 from vllm_quads.refit import TensorSpec
 
 _SUFFIXES = (*(role.value for role in Role), "bias")
-_PACKED = {
+_FIELDS = {
     Role.WEIGHT_PACKED.value: "codes",
-    Role.BLOCK_SCALE.value: "block scales",
-    Role.DECODE_SCALE.value: "global scale",
-    Role.ENCODE_SCALE.value: "global scale",
+    Role.BLOCK_SCALE.value: "scales",
+    Role.DECODE_SCALE.value: "global",
+    Role.ENCODE_SCALE.value: "global",
+    Role.INPUT_SCALE.value: "input",
+    Role.INPUT_ENCODE_SCALE.value: "input",
 }
-_OPTIONAL = (Role.INPUT_SCALE.value, Role.INPUT_ENCODE_SCALE.value)
+_ENCODE = (Role.ENCODE_SCALE.value, Role.INPUT_ENCODE_SCALE.value)
+_WORDS = {"codes": "codes", "scales": "block scales", "global": "global scale"}
 
 
 @dataclass(frozen=True)
@@ -49,19 +54,51 @@ class TensorName:
 
 
 @dataclass(frozen=True)
+class Slot:
+    """Where a tensor of a quantized weight goes on this rank."""
+
+    unit: Unit
+    section: int
+    field: str
+    """`float`, `codes`, `scales`, `global` or `input`."""
+    index: tuple[int, int] | None
+    """Matrix within the section; None for a stack, which is all of it."""
+    encode: bool
+    """True for a scale in encode direction."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where every tensor of a push goes; tensors for other ranks are in neither mapping."""
+
+    slots: Mapping[str, Slot]
+    plain: Mapping[str, tuple[str, ...]]
+    """Tensor name -> keys of the parameters in `Inventory.owners` that it changes."""
+
+
 class Inventory:
-    """The tensors of a model."""
+    """The tensors of a model. Built once per engine; parameters never move."""
 
-    quantized: Mapping[str, tuple[int, int]]
-    """Canonical name -> (N, K) of each quantized matrix of this rank."""
-    plain: Mapping[str, tuple[int, ...]]
-    """Tensor name -> shape of everything else."""
-
-    @staticmethod
-    def of(model: nn.Module, config: QuadsConfig) -> Inventory:
+    def __init__(self, model: nn.Module, config: QuadsConfig) -> None:
         """Walk the model. Tied weights are listed once, under the name of the embedding."""
-        quantized = {m.name: (m.n, m.k) for r in config.runtimes.values() for m in r.loader.matrices}
-        plain: dict[str, tuple[int, ...]] = {}
+        assert config.quantized is not None
+        self.quantized = config.quantized.shapes
+        """Canonical name -> (N, K) of each quantized matrix, of all ranks."""
+        self.units = [unit for key, runtime in config.runtimes.items() for unit in units_of(key, runtime)]
+        self._unit = {unit.name: unit for unit in self.units}
+        self._places = {
+            m.name: (unit, s, (i // section.lead[1], i % section.lead[1]))
+            for unit in self.units
+            for s, section in enumerate(unit.sections)
+            for i, m in enumerate(section.matrices)
+        }
+        self._members: dict[str, list[str]] = {}
+        for name in self.quantized:
+            self._members.setdefault(unit_of(name), []).append(name)
+        self.plain: dict[str, tuple[int, ...]] = {}
+        """Tensor name -> shape of everything else."""
+        self.owners: dict[str, nn.Parameter] = {}
+        """The parameter that each of them is loaded into."""
         seen: set[int] = set()
         for name, module in model.named_modules():
             own = getattr(module, "quads", None)
@@ -69,74 +106,141 @@ class Inventory:
                 if id(param) in seen or (isinstance(own, LayerRuntime) and leaf != "bias"):
                     continue
                 seen.add(id(param))
-                plain |= _plain(name, module, leaf, tuple(param.shape))
-        return Inventory(quantized, plain)
+                tensors = _plain(name, module, leaf, tuple(param.shape))
+                self.plain |= tensors
+                self.owners |= dict.fromkeys(tensors, param)
 
-    def check(self, tensors: Mapping[str, TensorSpec]) -> None:
-        """Raise RefitError for the first tensor that is unknown, of a wrong shape or dtype, sent twice, or missing."""
-        arrived: dict[str, set[str]] = {}
+    def plan(self, tensors: Mapping[str, TensorSpec]) -> Plan:
+        """Where each tensor goes.
+
+        Raises RefitError for the first one that is unknown, of a wrong shape or dtype, sent twice, or missing, and for
+        a layer that is sent in more than one form.
+        """
+        slots: dict[str, Slot] = {}
+        plain: dict[str, tuple[str, ...]] = {}
+        arrived: dict[str, dict[str, str]] = {}
         seen: set[str] = set()
         for name, spec in tensors.items():
-            for item, shape in self._targets(name, spec):
-                key = str(item)
-                if key in seen:
-                    raise RefitError(f"{name}: is sent twice (as {key}); send every tensor once")
-                seen.add(key)
-                if item.module in self.quantized and item.suffix != "bias":
-                    arrived.setdefault(item.module, set()).update(self._check_quantized(name, item, shape, spec))
-                else:
-                    self._check_plain(name, key, shape, spec)
-        for name in self.quantized:
-            lacking = {"codes", "block scales", "global scale"} - arrived.get(name, set())
-            if lacking:
-                what = "weight" if len(lacking) == 3 else sorted(lacking)[0]
-                raise RefitError(f"{name}: its {what} is missing from the push; a refit sends every weight")
+            item = TensorName.parse(name)
+            key = str(item) if item.suffix != "weight" or not is_expert_stack(item.module) else item.module
+            if key in seen:
+                raise RefitError(f"{name}: is sent twice (as {key}); send every tensor once")
+            seen.add(key)
+            if item.suffix != "bias" and (item.module in self._members and is_expert_stack(item.module)):
+                field = self._stack_field(name, item, spec)
+                arrived.setdefault(item.module, {})[field] = name
+                unit = self._unit.get(item.module)
+                if unit is not None:
+                    slots[name] = Slot(unit, 0, field, None, item.suffix in _ENCODE)
+            elif item.suffix != "bias" and item.module in self.quantized:
+                field = self._matrix_field(name, item, spec)
+                arrived.setdefault(item.module, {})[field] = name
+                place = self._places.get(item.module)
+                if place is not None:
+                    slots[name] = Slot(place[0], place[1], field, place[2], item.suffix in _ENCODE)
+            else:
+                plain[name] = self._plain_keys(name, item, spec)
+                seen.update(plain[name])
+        self._check_complete(arrived, seen)
+        return Plan(slots, plain)
+
+    # -- quantized weights ---------------------------------------------------------------------------------------
+
+    def _stack_field(self, name: str, item: TensorName, spec: TensorSpec) -> str:
+        members = self._members[item.module]
+        experts = len(members) // len(expand(item.module, 1))
+        parts = len(members) // experts
+        n, k = self.quantized[members[0]]
+        field = _field(name, item, spec)
+        if item.suffix == Role.WEIGHT_PACKED.value or item.suffix in _ENCODE or field == "input":
+            raise RefitError(
+                f"{name}: stacks of experts are sent as `.weight`, `.weight_scale` and `.weight_scale_2`; send "
+                f"`.{item.suffix}` expert by expert"
+            )
+        columns = {"float": k, "codes": k // 2, "scales": k // BLOCK_SIZE}
+        if field == "global":
+            _require(name, spec.shape, ((experts, parts),) if parts > 1 else ((experts,), (experts, 1)))
+        else:
+            _require(name, spec.shape, ((experts, parts * n, columns[field]),))
+        return field
+
+    def _matrix_field(self, name: str, item: TensorName, spec: TensorSpec) -> str:
+        n, k = self.quantized[item.module]
+        field = _field(name, item, spec)
+        shapes = {"float": (n, k), "codes": (n, k // 2), "scales": (n, k // BLOCK_SIZE)}
+        _require(name, spec.shape, (shapes[field],) if field in shapes else ((), (1,)))
+        return field
+
+    def _check_complete(self, arrived: Mapping[str, Mapping[str, str]], seen: set[str]) -> None:
+        for unit, members in self._members.items():
+            forms: dict[str, str] = {}
+            for name in [unit] if unit in arrived else members:
+                fields = arrived.get(name, {})
+                packed = [f for f in ("codes", "scales", "global") if f in fields]
+                if "float" not in fields and len(packed) < 3:
+                    lacking = next(f for f in ("codes", "scales", "global") if f not in packed)
+                    what = _WORDS[lacking] if packed else "weight"
+                    raise RefitError(f"{name}: its {what} is missing from the push; a refit sends every weight")
+                if "float" in fields and packed:
+                    raise RefitError(f"{name}: is sent twice, as {fields['float']} and as {fields[packed[0]]}")
+                forms.setdefault("float" if "float" in fields else "packed", next(iter(fields.values())))
+            extra = next((m for m in members if m in arrived and m != unit), None) if unit in arrived else None
+            if extra is not None:
+                raise RefitError(f"{extra}: is sent twice, alone and in the stack {unit}")
+            if len(forms) > 1:
+                raise RefitError(
+                    f"{forms['float']} is sent as a float weight but {forms['packed']} is packed; send all matrices of "
+                    f"{unit} in one form"
+                )
         for name in self.plain:
             if name not in seen:
                 raise RefitError(f"{name}: is missing from the push; a refit sends every weight")
 
-    def _targets(self, name: str, spec: TensorSpec) -> Iterator[tuple[TensorName, tuple[int, ...]]]:
-        item = TensorName.parse(name)
-        if not (is_expert_stack(item.module) and len(spec.shape) == 3):
-            yield item, spec.shape
-            return
-        modules = expand(item.module, spec.shape[0])
-        per_expert = len(modules) // spec.shape[0]
-        for module in modules:
-            yield TensorName(module, "weight"), (spec.shape[1] // per_expert, spec.shape[2])
+    # -- everything else -----------------------------------------------------------------------------------------
 
-    def _check_quantized(self, name: str, item: TensorName, shape: tuple[int, ...], spec: TensorSpec) -> set[str]:
-        n, k = self.quantized[item.module]
-        dtype = str(spec.dtype)
-        if item.suffix == "weight" and spec.dtype in FLOATS:
-            _require(name, shape, ((n, k),))
-            return {"codes", "block scales", "global scale"}
-        if item.suffix in ("weight", Role.WEIGHT_PACKED.value):
-            if dtype != "torch.uint8":
-                raise RefitError(f"{name}: is {dtype}, expected packed codes (torch.uint8) or a BF16/FP16/FP32 weight")
-            _require(name, shape, ((n, k // 2),))
-            return {"codes"}
-        if item.suffix == Role.BLOCK_SCALE.value:
-            if dtype != "torch.float8_e4m3fn":
-                raise RefitError(f"{name}: is {dtype}, expected torch.float8_e4m3fn block scales")
-            _require(name, shape, ((n, k // BLOCK_SIZE),))
-            return {"block scales"}
-        if dtype != "torch.float32":
-            raise RefitError(f"{name}: is {dtype}, expected torch.float32")
-        _require(name, shape, ((), (1,)))
-        return set() if item.suffix in _OPTIONAL else {_PACKED[item.suffix]}
+    def _plain_keys(self, name: str, item: TensorName, spec: TensorSpec) -> tuple[str, ...]:
+        keys = []
+        for key, shape in _matrices(item, spec):
+            # A tied lm_head may be sent under its own name too: the loader knows what to do with it.
+            owner = "model.embed_tokens.weight" if key == "lm_head.weight" and key not in self.plain else key
+            expected = self.plain.get(owner)
+            if expected is None:
+                raise RefitError(
+                    f"{name}: the engine has no such tensor; is the trainer's model the one that this engine serves?"
+                )
+            if spec.dtype not in FLOATS:
+                raise RefitError(
+                    f"{name}: is {spec.dtype}, but this weight is not quantized: expected BF16, FP16 or FP32"
+                )
+            _require(name, shape, (expected,))
+            keys.append(key)
+        return tuple(k for k in keys if k in self.owners)
 
-    def _check_plain(self, name: str, key: str, shape: tuple[int, ...], spec: TensorSpec) -> None:
-        # A tied lm_head may be sent under its own name too: the loader knows what to do with it.
-        tied = self.plain.get("model.embed_tokens.weight") if key == "lm_head.weight" else None
-        expected = self.plain.get(key, tied)
-        if expected is None:
-            raise RefitError(
-                f"{name}: the engine has no such tensor; is the trainer's model the one that this engine serves?"
-            )
-        if spec.dtype not in FLOATS:
-            raise RefitError(f"{name}: is {spec.dtype}, but this weight is not quantized: expected BF16, FP16 or FP32")
-        _require(name, shape, (expected,))
+
+def _matrices(item: TensorName, spec: TensorSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Key and shape of every checkpoint tensor that a plain tensor stands for: of each matrix, for a stack."""
+    if not (is_expert_stack(item.module) and len(spec.shape) == 3):
+        yield str(item), spec.shape
+        return
+    modules = expand(item.module, spec.shape[0])
+    per_expert = len(modules) // spec.shape[0]
+    for module in modules:
+        yield f"{module}.weight", (spec.shape[1] // per_expert, spec.shape[2])
+
+
+def _field(name: str, item: TensorName, spec: TensorSpec) -> str:
+    """Which field of a quantized weight a tensor is. Raises RefitError for a dtype that does not fit its name."""
+    dtype = str(spec.dtype)
+    if item.suffix in ("weight", "") and spec.dtype in FLOATS:
+        return "float"
+    if item.suffix in ("weight", "", Role.WEIGHT_PACKED.value):
+        if dtype != "torch.uint8":
+            raise RefitError(f"{name}: is {dtype}, expected packed codes (torch.uint8) or a BF16/FP16/FP32 weight")
+        return "codes"
+    expected = "torch.float8_e4m3fn" if item.suffix == Role.BLOCK_SCALE.value else "torch.float32"
+    if dtype != expected:
+        raise RefitError(f"{name}: is {dtype}, expected {expected}")
+    return _FIELDS[item.suffix]
 
 
 def _require(name: str, shape: tuple[int, ...], allowed: tuple[tuple[int, ...], ...]) -> None:
@@ -148,6 +252,10 @@ def _plain(name: str, module: nn.Module, leaf: str, shape: tuple[int, ...]) -> d
     """Checkpoint tensors, whole, that one parameter is loaded from."""
     if isinstance(module, VocabParallelEmbedding) and leaf == "weight":
         return {f"{canonical_name(name)}.weight": (module.org_vocab_size, module.embedding_dim)}
+    if isinstance(module, RoutedExperts) and leaf in ("w13_weight", "w2_weight"):
+        leaves = ("gate_proj", "up_proj") if leaf == "w13_weight" else ("down_proj",)
+        shapes = expert_shapes(module, name)
+        return {f"{n}.weight": s for n, s in shapes.items() if n.endswith(leaves)}
     if isinstance(module, LinearBase) and leaf in ("weight", "bias"):
         parts = expand(name)
         rows = full_rows(module, [module.output_size])

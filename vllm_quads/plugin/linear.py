@@ -77,6 +77,7 @@ class QuadsLinearMethod(LinearMethodBase):
                     prefix="",
                     rows=(slice(row, row + rows),),
                     scalar=(i,),
+                    counted=_counted(layer, i, rows == full[i] and k == input_size),
                 )
             )
             row += rows
@@ -155,6 +156,8 @@ class DenseEmbeddingMethod(UnquantizedEmbeddingMethod):
             super().process_weights_after_loading(layer)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        # lm_head: what runs in Python in every step, also where CUDA graphs replay the layers.
+        self._config.require_servable()
         if compat.is_cpu():
             return linear(x, layer.weight, bias)
         out: Tensor = super().apply(layer, x, bias)
@@ -170,6 +173,14 @@ def full_rows(layer: Any, local: list[int]) -> list[int]:
     if hasattr(layer, "output_sizes"):
         return list(layer.output_sizes)
     return [layer.output_size] if len(local) == 1 else list(local)
+
+
+def _counted(layer: Any, part: int, whole: bool) -> bool:
+    """True if this rank, of those that have the same shard of a part, is the one that counts."""
+    if whole:
+        return compat.is_first_replica()
+    replicas = getattr(layer, "num_kv_head_replicas", 1) if part > 0 else 1
+    return compat.tp_rank(layer) % replicas == 0 if replicas > 1 else True
 
 
 def _first_row(layer: Any, part: int, rows: int, full: int) -> int:

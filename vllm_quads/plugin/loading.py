@@ -12,7 +12,7 @@ without side effects), then with the real one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -73,6 +73,8 @@ class Matrix:
     """Index of the shard's rows in the codes and block scales."""
     scalar: tuple[int, ...]
     """Index of the matrix in the global and input scales."""
+    counted: bool = True
+    """False if another rank has the same shard, and counts it where digests are added up over ranks."""
 
 
 @dataclass
@@ -85,7 +87,6 @@ class _Status:
     """BF16 copy that waits for the matrices it shares its global scale with."""
     complete: bool = False
     """Loaded since the last `finish`."""
-    has_input_scale: bool = False
     ever_loaded: bool = False
 
 
@@ -140,7 +141,6 @@ class PackedLoader:
         status.pending = None
         self._write(matrix, role, tensor)
         if _FIELD[role] == "input":
-            status.has_input_scale = True
             return
         status.fields.add(_FIELD[role])
         if status.fields == _PACKED_FIELDS:
@@ -199,10 +199,10 @@ class PackedLoader:
             value = tensor.reshape(()).to(torch.float32)
             if role in (Role.ENCODE_SCALE, Role.INPUT_ENCODE_SCALE):
                 value = 1.0 / value
-            target = Role.DECODE_SCALE if what == "global" else Role.INPUT_SCALE
-            self._param(matrix, target)[matrix.scalar].copy_(value)
             if what == "input":
-                self._input_scales[matrix.name] = value.clone()
+                self.set_input_scale(matrix, value)
+            else:
+                self._param(matrix, Role.DECODE_SCALE)[matrix.scalar].copy_(value)
             return
         unit = 2 if what == "codes" else BLOCK_SIZE
         target = Role.WEIGHT if what == "codes" else Role.BLOCK_SCALE
@@ -239,11 +239,14 @@ class PackedLoader:
             return amax
         key = group[0].name
         if key not in self._frozen_amax and any(self._status[m.name].ever_loaded for m in group):
-            raise RefitError(
-                f"{self._where(group[0], Role.WEIGHT)}: a weight_global_scale other than 'live' is that of the packed "
-                f"checkpoint, so this engine takes packed weights only; push with packed=True"
-            )
+            raise self._packed_only(group[0])
         return self._frozen_amax.setdefault(key, amax)
+
+    def _packed_only(self, matrix: Matrix) -> RefitError:
+        return RefitError(
+            f"{self._where(matrix, Role.WEIGHT)}: a weight_global_scale other than 'live' is that of the packed "
+            f"checkpoint, so this engine takes packed weights only; push with packed=True"
+        )
 
     def _check_packed(self, matrix: Matrix) -> None:
         try:
@@ -264,7 +267,7 @@ class PackedLoader:
             status = self._status[matrix.name]
             if not status.complete:
                 raise CheckpointError(f"{self._first_missing(matrix)}: is missing; the checkpoint is incomplete")
-            if not status.has_input_scale and need_input_scale:
+            if need_input_scale and matrix.name not in self._input_scales:
                 raise CheckpointError(
                     f"{self._where(matrix, Role.INPUT_SCALE)}: is missing, but activation.global_scale='static' needs "
                     f"it; use activation.global_scale='token' or a checkpoint that was calibrated"
@@ -309,7 +312,49 @@ class PackedLoader:
 
     def has_input_scales(self) -> bool:
         """True if every matrix has a static activation scale."""
-        return all(s.has_input_scale for s in self._status.values())
+        return all(name in self._input_scales for name in self._status)
+
+    # -- refit -------------------------------------------------------------------------------------------------------
+
+    def set_input_scale(self, matrix: Matrix, value: Tensor) -> None:
+        """Take over a static activation scale (decode direction)."""
+        self._param(matrix, Role.INPUT_SCALE)[matrix.scalar].copy_(value)
+        self._input_scales[matrix.name] = value.clone()
+
+    def frozen_amax(self, matrices: Iterable[Matrix]) -> Tensor | None:
+        """The amax float32 [n] that float weights of these matrices are quantized with, or None if it is their own.
+
+        Raises RefitError if only a packed checkpoint knows it.
+        """
+        if not self._frozen:
+            return None
+        keys = [self._groups[m.name][0] for m in matrices]
+        lacking = next((m for m in keys if m.name not in self._frozen_amax), None)
+        if lacking is not None:
+            raise self._packed_only(lacking)
+        return torch.stack([self._frozen_amax[m.name] for m in keys])
+
+    def remember(self) -> dict[str, Tensor]:
+        """What `recall` needs beside the parameters to go back to this moment."""
+        return dict(self._input_scales)
+
+    def recall(self, kept: dict[str, Tensor]) -> None:
+        """Go back: the parameters have been restored, what has arrived in part is dropped."""
+        self._input_scales = dict(kept)
+        self.forget_partial()
+
+    def replaced(self) -> None:
+        """Every matrix has been written from outside of the loader."""
+        for status in self._status.values():
+            status.fields.clear()
+            status.pending = None
+            status.complete = status.ever_loaded = True
+        self._renewed.clear()
+        self.version += 1
+
+    def is_partial(self) -> bool:
+        """True if a matrix has arrived only in part, so that the layer cannot serve."""
+        return any(s.fields or s.pending is not None for s in self._status.values())
 
     def packed(self, matrix: Matrix) -> PackedTensor:
         """The local shard of a matrix as it is in the parameters (views)."""

@@ -1,34 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A refit inside the process that holds the model: validate, stage, swap in, verify, or roll back.
+"""A refit inside of one rank: validated first, installed layer by layer as it arrives, verified, or undone.
 
-Staging keeps copies, so serving weights do not change until `commit`, and the trainer may reuse its buffers at once.
-`commit` keeps an undo copy of every parameter until the fingerprint has been compared.
+    session = session_of(model)
+    session.begin(manifest)
+    session.receive(tensors)        # whole tensors, in any grouping
+    report = session.commit()       # on every rank
+    session.abort()                 # on every rank, when one has failed
+
+Nothing here knows how tensors travel. A unit (see `units`) is installed in place when its last tensor has arrived, so
+memory beside the model is that of one unit and of what the sender holds. From the first installed unit to the end no
+forward pass runs (`require_servable`). A refit ends in one of three ways: the new weights serve; the previous weights
+serve, with the fingerprint that they had; or the engine refuses to serve until a complete refit succeeds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from vllm_quads.compensation import SiteState, refresh, uses_blocks
+from vllm_quads.compensation import CompensationState, SiteState, refresh, uses_blocks
 from vllm_quads.nvfp4 import (
     Centering,
     MismatchError,
     QuadsError,
     RefitError,
     Scheme,
-    fingerprint,
     first_difference,
-    packed_digest,
+    unit_fingerprint,
 )
+from vllm_quads.plugin import compat
+from vllm_quads.plugin.arrivals import Arrivals
 from vllm_quads.plugin.config import QuadsConfig
-from vllm_quads.plugin.inventory import Inventory, TensorName
-from vllm_quads.plugin.loading import Role
+from vllm_quads.plugin.inventory import Inventory, Plan, TensorName
+from vllm_quads.plugin.phases import PhaseTimer
 from vllm_quads.plugin.runtime import ExpertsRuntime, LayerRuntime, LinearRuntime
-from vllm_quads.refit import Manifest, TensorSpec
+from vllm_quads.plugin.undo import UndoLog
+from vllm_quads.plugin.units import Flag, units_of
+from vllm_quads.refit import EngineState, Manifest, RefitCounters, RefitReport, RefitStatus, Rollback, TensorSpec
+
+KEEP_SERVING = "the previous weights keep serving"
+REFUSES = "the previous weights are gone, and the engine refuses to serve until a complete refit succeeds"
+_MODULO = 1 << 64
+_FLUSH_BYTES = 256 * 1024**2
+"""Weights that are not quantized are handed to vLLM's loaders whenever this much has arrived."""
+# Not on the config: vLLM's reload metadata reaches it from parameters, and would keep the model alive for ever.
+_SESSIONS: weakref.WeakKeyDictionary[nn.Module, RefitSession] = weakref.WeakKeyDictionary()
 
 
 def config_of(model: nn.Module) -> QuadsConfig:
@@ -41,13 +64,22 @@ def config_of(model: nn.Module) -> QuadsConfig:
     )
 
 
+def session_of(model: nn.Module) -> RefitSession:
+    """The refit session of a loaded model of this rank: one per engine, made at the first call."""
+    if model not in _SESSIONS:
+        _SESSIONS[model] = RefitSession(model, config_of(model))
+    return _SESSIONS[model]
+
+
+def model_digests(config: QuadsConfig) -> dict[str, int]:
+    """Digest of every unit that is serving, added up over tensor-parallel ranks; all ranks have to ask."""
+    own = _read_digests({u.name: u.digest() for key, r in config.runtimes.items() for u in units_of(key, r)})
+    return _added(compat.gather(own))
+
+
 def model_fingerprint(config: QuadsConfig) -> str:
     """Fingerprint of the quantized weights that are serving: packed codes, block scales and global scales."""
-    digests = {}
-    for runtime in config.runtimes.values():
-        for matrix in runtime.loader.matrices:
-            digests[matrix.name] = int(packed_digest(runtime.loader.packed(matrix)))
-    return fingerprint(digests)
+    return unit_fingerprint(model_digests(config))
 
 
 def refresh_compensation(config: QuadsConfig, sensitivities: Mapping[str, float] | None = None) -> int:
@@ -72,115 +104,479 @@ def refresh_compensation(config: QuadsConfig, sensitivities: Mapping[str, float]
     return len(sites)
 
 
-class StagedRefit:
-    """One refit from manifest to commit. Methods raise RefitError; after an error the object is of no further use."""
+@dataclass
+class _Refit:
+    """A refit under way."""
 
-    def __init__(self, model: Any, manifest: Manifest) -> None:
-        self._model = model
-        self._manifest = manifest
-        self._config = config_of(model)
-        self._staged: dict[str, Tensor] = {}
-        difference = first_difference(manifest.contract, self._config.contract)
+    manifest: Manifest
+    plan: Plan
+    timer: PhaseTimer
+    arrivals: dict[str, Arrivals]
+    """Unit name -> what has arrived of it; removed when it is installed."""
+    outstanding: set[str]
+    """Tensors that have not been sent."""
+    units_left: dict[str, int]
+    """Layer -> units that are not installed yet."""
+    before: dict[str, int]
+    """Digests of the units of this rank before the refit."""
+    partial: list[str]
+    """Layers that held half-loaded weights before the refit."""
+    serving_before: str | None
+    """Why the engine did not serve before the refit, or None."""
+    undo: UndoLog | None
+    flags: list[Flag] = field(default_factory=list)
+    digests: dict[str, Tensor] = field(default_factory=dict)
+    loaders: dict[str, Any] = field(default_factory=dict)
+    """Layer -> what its loader remembers of the time before."""
+    compensation: CompensationState | None = None
+    touched: bool = False
+    """True once something was written."""
+    bytes: int = 0
+    last: str = "(nothing yet)"
+    """Tensor that was received last."""
+    kinds: set[str] = field(default_factory=set)
+    """Forms in which quantized weights came."""
+
+
+class RefitSession:
+    """All refits of one rank, one after another. Methods raise RefitError; after an error the refit is over."""
+
+    def __init__(self, model: Any, config: QuadsConfig) -> None:
+        self._model = weakref.ref(model)
+        self._config = config
+        self._inventory = Inventory(model, config)
+        self._device = next(model.parameters()).device
+        self._open: _Refit | None = None
+        self._undo = UndoLog()
+        self._known: dict[str, tuple[int, int]] = {}
+        """Unit -> (version of its loader, digest): what need not be computed again."""
+        self._failed = ""
+        self._report: RefitReport | None = None
+        self.counters = RefitCounters()
+
+    # -- the protocol --------------------------------------------------------------------------------------------
+
+    def begin(self, manifest: Manifest) -> None:
+        """Validate everything that can be known before a byte moves.
+
+        Raises RefitError naming the first difference in contract, set, names, shapes, dtypes, version or sites.
+        """
+        if self._open is not None:
+            raise RefitError("a refit is already under way; commit or abort it first")
+        self._failed = ""
+        timer = PhaseTimer(self._device)
+        start = time.perf_counter()
+        try:
+            plan = self._validate(manifest)
+        except BaseException:
+            self.counters.refused += 1
+            raise
+        waiting: dict[str, int] = {}
+        for slot in plan.slots.values():
+            waiting[slot.unit.name] = waiting.get(slot.unit.name, 0) + 1
+        units = {u.name: u for u in self._inventory.units}
+        units_left: dict[str, int] = {}
+        for unit in units.values():
+            units_left[unit.key] = units_left.get(unit.key, 0) + 1
+        keeps = manifest.rollback is Rollback.HOST
+        refit = _Refit(
+            manifest,
+            plan,
+            timer,
+            arrivals={name: Arrivals(units[name], n, self._device) for name, n in waiting.items()},
+            outstanding=set(manifest.tensors),
+            units_left=units_left,
+            before=self._digests() if keeps else {},
+            partial=[k for k, r in self._config.runtimes.items() if r.loader.is_partial()],
+            serving_before=self._config.refusal,
+            undo=self._undo if keeps else None,
+        )
+        timer.add("validate", time.perf_counter() - start)
+        self._open = refit
+
+    @torch.no_grad()
+    def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take whole tensors, on any device, and install every layer that they complete.
+
+        On a GPU, work is enqueued on the current stream, and the sender's memory may be reused in that order. Raises
+        RefitError for a tensor that the manifest does not promise or that is damaged; then the refit is over.
+        """
+        refit = self._require_open()
+        try:
+            plain: list[tuple[str, Tensor]] = []
+            for name, tensor in self._timed(refit, tensors):
+                self._check_promised(refit, name, tensor)
+                refit.outstanding.discard(name)
+                refit.bytes += tensor.nbytes
+                refit.last = name
+                slot = refit.plan.slots.get(name)
+                if slot is None:
+                    if name in refit.plan.plain:
+                        with refit.timer.phase("transfer"):  # copied: the sender may overwrite it at once
+                            plain.append((name, tensor.detach().to(self._device, copy=True)))
+                        self._flag_plain(refit, *plain[-1])
+                        if sum(t.nbytes for _, t in plain) >= _FLUSH_BYTES:
+                            self._load_plain(refit, plain)
+                            plain = []
+                    continue
+                arrivals = refit.arrivals[slot.unit.name]
+                with refit.timer.phase("transfer"):
+                    arrivals.accept(slot, tensor.detach())
+                if arrivals.waiting == 0:
+                    self._install(refit, refit.arrivals.pop(slot.unit.name))
+                else:
+                    with refit.timer.phase("transfer"):
+                        arrivals.own()
+            self._load_plain(refit, plain)
+        except BaseException as e:
+            raise self._ended(e) from e
+
+    @torch.no_grad()
+    def commit(self, digests: Mapping[str, int] | None = None) -> RefitReport:
+        """Verify, over all ranks, and serve the new weights; or end as after any failure. A collective of all ranks.
+
+        digests: unit name -> digest, as the trainer computed them; compared beside the manifest's fingerprint.
+        """
+        refit, failed, own = self._open, self._failed, None
+        error: BaseException | None = None
+        try:
+            if refit is None:
+                raise RefitError(failed or "no refit is under way; call begin(manifest) first")
+            self._finish_installing(refit)
+            own = _read_digests(refit.digests)
+        except Exception as e:
+            error = e
+        except BaseException as e:
+            raise self._ended(e) from e
+        seconds = refit.timer.seconds() if refit is not None else {}
+        message = None if error is None else f"{type(error).__name__}: {error}"
+        try:
+            outcomes = compat.gather((message, own, seconds))
+            if error is not None:
+                raise error
+            other = next((m for m, _, _ in outcomes if m is not None), None)
+            if other is not None:
+                raise RefitError(f"the refit failed on another rank: {other}")
+            assert refit is not None
+            totals = _added([o for _, o, _ in outcomes if o is not None])
+            self._compare(refit.manifest, totals, digests)
+        except BaseException as e:
+            if refit is None:
+                raise
+            raise self._ended(e) from e
+        slowest = {p: max(s.get(p, 0.0) for _, _, s in outcomes) for _, _, own_s in outcomes for p in own_s}
+        return self._committed(refit, own or {}, totals, slowest, digests)
+
+    def abort(self) -> None:
+        """End the refit that is under way, if any: as after a failure."""
+        if self._open is not None:
+            self._ended(RefitError("the refit was aborted"))
+
+    def status(self) -> RefitStatus:
+        """Whether this rank may serve, and how refits have ended."""
+        config = self._config
+        state = EngineState.SERVING
+        if config.refusal is not None:
+            open_and_written = self._open is not None and self._open.touched
+            state = EngineState.REFITTING if open_and_written else EngineState.REFUSING
+        return RefitStatus(state, config.refusal or "", config.policy_version, self.counters, self._report)
+
+    # -- begin ---------------------------------------------------------------------------------------------------
+
+    def _validate(self, manifest: Manifest) -> Plan:
+        config = self._config
+        difference = first_difference(manifest.contract, config.contract)
         if difference is not None:
             raise RefitError(f"trainer and rollout have different contracts: {difference} (trainer != rollout)")
-        assert self._config.quantized is not None
-        try:
-            manifest.quantized.require_equal(self._config.quantized)
-        except MismatchError as e:
-            raise RefitError(str(e)) from e
-        Inventory.of(model, self._config).check(manifest.tensors)
-        sites = {name for runtime in self._config.runtimes.values() for name in runtime.specs}
+        if manifest.quantized.shapes != self._inventory.quantized:
+            assert config.quantized is not None
+            try:
+                manifest.quantized.require_equal(config.quantized)
+            except MismatchError as e:
+                raise RefitError(str(e)) from e
+        if manifest.policy_version <= config.policy_version:
+            raise RefitError(
+                f"policy version {manifest.policy_version} is not newer than {config.policy_version}, which serves; "
+                f"count on from the engine's version (leave policy_version out)"
+            )
+        plan = self._inventory.plan(manifest.tensors)
+        for slot in plan.slots.values():
+            if slot.field == "float":
+                slot.unit.runtime.loader.frozen_amax(slot.unit.matrices)
+        sites = {name for runtime in config.runtimes.values() for name in runtime.specs}
         unknown = sorted(set(manifest.compensation) - sites)
         if unknown:
             raise RefitError(
                 f"sensitivities: {unknown[0]} is no quantized site of this engine (sites look like {min(sites)!r}); "
                 f"take them from the model that is pushed"
             )
+        return plan
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy tensors aside. Raises RefitError for a tensor that the manifest does not promise or that is damaged."""
-        for name, tensor in tensors:
-            spec = self._manifest.tensors.get(name)
-            if spec is None:
-                raise RefitError(f"{name}: is not in the manifest of this push")
-            if name in self._staged:
-                raise RefitError(f"{name}: was already sent in this push")
-            if TensorSpec(tuple(tensor.shape), tensor.dtype) != spec:
-                raise RefitError(
-                    f"{name}: is {tensor.dtype} {tuple(tensor.shape)}, the manifest promised {spec.dtype} {spec.shape}"
-                )
-            _check_values(name, tensor)
-            self._staged[name] = tensor.detach().clone()
+    def _digests(self) -> dict[str, int]:
+        """Digests of this rank's units, computed only where weights have changed since the last time."""
+        stale = {}
+        for unit in self._inventory.units:
+            known = self._known.get(unit.name)
+            if known is None or known[0] != unit.runtime.loader.version:
+                stale[unit.name] = unit.digest()
+        fresh = _read_digests(stale)
+        for unit in self._inventory.units:
+            if unit.name in fresh:
+                self._known[unit.name] = (unit.runtime.loader.version, fresh[unit.name])
+        return {name: digest for name, (_, digest) in self._known.items()}
 
-    def commit(self) -> tuple[str, int]:
-        """Swap the staged weights in; returns (fingerprint, bytes). On any failure the old weights serve on."""
-        missing = next((n for n in self._manifest.tensors if n not in self._staged), None)
-        if missing is not None:
+    # -- receive -------------------------------------------------------------------------------------------------
+
+    def _require_open(self) -> _Refit:
+        if self._open is None:
+            raise RefitError(self._failed or "no refit is under way; call begin(manifest) first")
+        return self._open
+
+    @staticmethod
+    def _timed(refit: _Refit, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors; the time that the sender takes counts as transfer."""
+        iterator = iter(tensors)
+        while True:
+            start = time.perf_counter()
+            item = next(iterator, None)
+            refit.timer.add("transfer", time.perf_counter() - start)
+            if item is None:
+                return
+            yield item
+
+    @staticmethod
+    def _check_promised(refit: _Refit, name: str, tensor: Tensor) -> None:
+        spec = refit.manifest.tensors.get(name)
+        if spec is None:
+            raise RefitError(f"{name}: is not in the manifest of this push")
+        if name not in refit.outstanding:
+            raise RefitError(f"{name}: was already sent in this push")
+        if TensorSpec(tuple(tensor.shape), tensor.dtype) != spec:
             raise RefitError(
-                f"{missing}: was promised by the manifest but never sent; the previous weights keep serving"
+                f"{name}: is {tensor.dtype} {tuple(tensor.shape)}, the manifest promised {spec.dtype} {spec.shape}"
             )
-        undo = [(p, p.data.clone()) for p in self._model.parameters()]
-        state = self._config.compensation()
-        try:
-            self._load_staged()
-            got = model_fingerprint(self._config)
-            if got != self._manifest.fingerprint:
-                raise RefitError(
-                    f"the rollout arrived at fingerprint {got}, the trainer at {self._manifest.fingerprint}: they do "
-                    f"not hold the same quantized weights"
-                )
-            sensitivities = {n: float(v) for n, v in self._manifest.compensation.items()}
+
+    def _flag_plain(self, refit: _Refit, name: str, tensor: Tensor) -> None:
+        refit.flags.append(Flag(~torch.isfinite(tensor).all(), f"{name}: holds NaN or Inf; the trainer has diverged"))
+
+    def _install(self, refit: _Refit, arrivals: Arrivals) -> None:
+        """Write one unit, whose tensors have all arrived."""
+        unit, loader, timer = arrivals.unit, arrivals.unit.runtime.loader, refit.timer
+        amax = None
+        with timer.phase("validate"):
+            if arrivals.is_float:
+                amax = unit.shared_amax(arrivals.fields)
+                bad = ~torch.isfinite(amax).all()
+                refit.flags.append(Flag(bad, f"{unit.name}: holds NaN or Inf; the trainer has diverged"))
+                frozen = loader.frozen_amax(unit.matrices)
+                amax = amax if frozen is None else frozen.to(amax.device).reshape(amax.shape)
+            else:
+                refit.flags += unit.check_packed(arrivals.fields)
+        self._before_writing(refit)
+        with timer.phase("undo"):
+            if unit.key not in refit.loaders:
+                refit.loaders[unit.key] = loader.remember()
+            if refit.undo is not None:
+                for i, parameter in enumerate(unit.parameters()):
+                    refit.undo.save(f"{unit.name}.{i}", parameter)
+        if amax is None:
+            refit.kinds.add("packed")
+            with timer.phase("install"):
+                unit.write_packed(arrivals.fields)
+        else:
+            refit.kinds.add("bf16")
+            with timer.phase("quantize"):
+                unit.write_quantized(arrivals.fields, amax)
+        unit.write_input_scales(arrivals.fields, arrivals.input_scales)
+        with timer.phase("verify"):
+            refit.digests[unit.name] = unit.digest()
+        refit.units_left[unit.key] -= 1
+        if refit.units_left[unit.key] == 0:
+            loader.replaced()
+            with timer.phase("derive"):
+                unit.runtime.settle_for_graphs()
+
+    def _load_plain(self, refit: _Refit, tensors: list[tuple[str, Tensor]]) -> None:
+        """Let vLLM's own loaders write what is not quantized."""
+        model = self._model()
+        if not tensors or model is None:
+            return
+        self._before_writing(refit)
+        with refit.timer.phase("undo"):
+            if refit.undo is not None:
+                for name, _ in tensors:
+                    for key in refit.plan.plain[name]:
+                        parameter = self._inventory.owners[key]
+                        refit.undo.save(f"parameter {id(parameter)}", parameter.data)
+        with refit.timer.phase("install"), self._device:
+            names = (self._config.disk_name(str(TensorName.parse(name))) for name, _ in tensors)
+            model.load_weights(zip(names, (t for _, t in tensors), strict=True))
+
+    def _before_writing(self, refit: _Refit) -> None:
+        """What is damaged must not be the first thing that is written. On a CPU, looking costs nothing: always."""
+        if not refit.touched or self._device.type == "cpu":
+            _raise_first(refit)
+        if not refit.touched:
+            refit.touched = True
+            self._config.refusal = (
+                f"a refit to policy version {refit.manifest.policy_version} is under way; commit or abort it first"
+            )
+
+    # -- commit --------------------------------------------------------------------------------------------------
+
+    def _finish_installing(self, refit: _Refit) -> None:
+        if refit.outstanding:
+            missing = next(n for n in refit.manifest.tensors if n in refit.outstanding)
+            raise RefitError(f"{missing}: was promised by the manifest but never sent")
+        _raise_first(refit)
+        sensitivities = dict(refit.manifest.compensation)
+        with refit.timer.phase("derive"):
+            refit.compensation = self._config.compensation()
             refresh_compensation(self._config, sensitivities)
             if sensitivities:
                 self._config.sensitivities = sensitivities
-        except BaseException as e:  # also an interrupt must not leave half of the weights swapped
-            with torch.no_grad():
-                for param, old in undo:
-                    param.data.copy_(old)
-            for runtime in self._config.runtimes.values():
-                runtime.loader.forget_partial()
-            self._config.set_compensation(state)
-            if not isinstance(e, Exception):
-                raise
-            if isinstance(e, RefitError):
-                raise RefitError(f"{e}; the previous weights keep serving") from e
-            kind = "" if isinstance(e, QuadsError) else f"{type(e).__name__}: "
-            raise RefitError(f"refit failed ({kind}{e}); the previous weights keep serving") from e
-        for runtime in self._config.runtimes.values():
+
+    @staticmethod
+    def _compare(manifest: Manifest, own: Mapping[str, int], theirs: Mapping[str, int] | None) -> None:
+        if theirs is not None:
+            for unit in sorted({*own, *theirs}):
+                if unit not in own or unit not in theirs or (own[unit] - theirs[unit]) % _MODULO:
+                    raise RefitError(
+                        f"{unit}: the rollout arrived at other bytes than the trainer (digest "
+                        f"{_hex(own.get(unit))} != {_hex(theirs.get(unit))}): they do not hold the same quantized "
+                        f"weights"
+                    )
+        fingerprint = unit_fingerprint(own)
+        if manifest.fingerprint is not None and fingerprint != manifest.fingerprint:
+            raise RefitError(
+                f"the rollout arrived at fingerprint {fingerprint}, the trainer at {manifest.fingerprint}: they do "
+                f"not hold the same quantized weights"
+            )
+
+    def _committed(
+        self,
+        refit: _Refit,
+        own: Mapping[str, int],
+        totals: Mapping[str, int],
+        seconds: Mapping[str, float],
+        digests: Mapping[str, int] | None,
+    ) -> RefitReport:
+        config, manifest = self._config, refit.manifest
+        for unit in self._inventory.units:
+            self._known[unit.name] = (unit.runtime.loader.version, own[unit.name])
+        for runtime in config.runtimes.values():
             runtime.reset_statistics()
-        self._config.policy_version = self._manifest.policy_version
-        size = sum(t.nbytes for t in self._staged.values())
-        self._staged.clear()
-        return got, size
+        kinds = sorted(refit.kinds)
+        report = RefitReport(
+            policy_version=manifest.policy_version,
+            fingerprint=unit_fingerprint(totals),
+            tensors=len(manifest.tensors),
+            bytes=refit.bytes,
+            seconds=seconds,
+            digests=totals,
+            payload=kinds[0] if len(kinds) == 1 else "mixed",
+            rollback=manifest.rollback,
+            verified=digests is not None or manifest.fingerprint is not None,
+        )
+        self._open = None
+        self._undo.clear()
+        config.policy_version = manifest.policy_version
+        config.refusal = None
+        self.counters.committed += 1
+        self._report = report
+        return report
+
+    # -- failure -------------------------------------------------------------------------------------------------
+
+    def _ended(self, error: BaseException) -> BaseException:
+        """End the open refit after an error; returns what to raise."""
+        refit, self._open = self._open, None
+        if refit is None:
+            return error
+        outcome = self._undone(refit)
+        text = str(error)
+        if not isinstance(error, QuadsError):
+            text = f"refit failed after {refit.last} ({type(error).__name__}: {error})"
+        message = f"{text}; {outcome}"
+        self._failed = f"the refit has failed before: {message}"
+        if not isinstance(error, Exception):
+            return error  # an interrupt stays an interrupt
+        return RefitError(message)
+
+    def _undone(self, refit: _Refit) -> str:
+        """Go back if that is possible; returns how the engine stands now."""
+        config = self._config
+        if not refit.touched:
+            self.counters.rolled_back += 1
+            return KEEP_SERVING if refit.serving_before is None else f"the engine still refuses: {refit.serving_before}"
+        reason = f"a refit to policy version {refit.manifest.policy_version} failed"
+        if refit.undo is not None:
+            try:
+                self._restore(refit, refit.undo)
+                config.refusal = refit.serving_before
+                self.counters.rolled_back += 1
+            except BaseException as e:
+                config.refusal = f"{reason}, and so did its rollback ({type(e).__name__}: {e}); {REFUSES}"
+                self.counters.broken += 1
+                if not isinstance(e, Exception):
+                    raise
+                return config.refusal
+            else:
+                return KEEP_SERVING if config.refusal is None else f"the engine still refuses: {config.refusal}"
+            finally:
+                with contextlib.suppress(Exception):
+                    refit.undo.clear()
+        for runtime in config.runtimes.values():
+            runtime.loader.forget_partial()
+        config.refusal = f"{reason}; {REFUSES}"
+        self.counters.broken += 1
+        return REFUSES
 
     @torch.no_grad()
-    def _load_staged(self) -> None:
-        device = next(self._model.parameters()).device
-        named = ((self._engine_name(name), t) for name, t in self._staged.items())
-        with device:
-            self._model.load_weights(named)
-        for runtime in self._config.runtimes.values():
-            runtime.loader.check_settled()
+    def _restore(self, refit: _Refit, undo: UndoLog) -> None:
+        config = self._config
+        undo.restore()
+        for key, kept in refit.loaders.items():
+            config.runtimes[key].loader.recall(kept)
+        if refit.compensation is not None:
+            config.set_compensation(refit.compensation)
+        for runtime in config.runtimes.values():
             runtime.settle_for_graphs()
-
-    def _engine_name(self, name: str) -> str:
-        return self._config.disk_name(str(TensorName.parse(name)))
-
-
-def _check_values(name: str, tensor: Tensor) -> None:
-    suffix = TensorName.parse(name).suffix
-    if tensor.is_floating_point() and tensor.dtype != torch.float8_e4m3fn:
-        if not bool(torch.isfinite(tensor).all()):
-            raise RefitError(f"{name}: holds NaN or Inf; the trainer has diverged. The previous weights keep serving")
-        scalar = suffix in (
-            r.value for r in (Role.DECODE_SCALE, Role.ENCODE_SCALE, Role.INPUT_SCALE, Role.INPUT_ENCODE_SCALE)
-        )
-        if scalar and float(tensor.reshape(())) <= 0:
-            raise RefitError(f"{name}: is {float(tensor.reshape(()))}, expected a positive scale")
-    elif tensor.dtype == torch.float8_e4m3fn:
-        raw = tensor.view(torch.uint8)
-        if bool((raw >= 0x7F).any()):
-            raise RefitError(f"{name}: holds NaN or negative block scales; the previous weights keep serving")
+        if refit.partial:
+            raise RefitError(f"{refit.partial[0]} held half-loaded weights before")
+        now = self._digests()
+        wrong = next((name for name, digest in refit.before.items() if now.get(name) != digest), None)
+        if wrong is not None:
+            raise RefitError(f"{wrong}: has other bytes than before")
 
 
-__all__ = ["StagedRefit", "config_of", "model_fingerprint", "refresh_compensation"]
+def _raise_first(refit: _Refit) -> None:
+    """Raise RefitError for the first condition that is not met; waits for the device once."""
+    flags, refit.flags = refit.flags, []
+    if not flags:
+        return
+    for flag, bad in zip(flags, torch.stack([f.bad for f in flags]).tolist(), strict=True):
+        if bad:
+            raise RefitError(flag.message)
+
+
+def _read_digests(digests: Mapping[str, Tensor]) -> dict[str, int]:
+    """Digests on the host, 0 .. 2^64; waits for the device once."""
+    if not digests:
+        return {}
+    return {n: v % _MODULO for n, v in zip(digests, torch.stack(list(digests.values())).tolist(), strict=True)}
+
+
+def _added(ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for own in ranks:
+        for name, digest in own.items():
+            total[name] = (total.get(name, 0) + digest) % _MODULO
+    return total
+
+
+def _hex(digest: int | None) -> str:
+    return "none" if digest is None else f"{digest % _MODULO:016x}"
+
+
+__all__ = ["RefitSession", "config_of", "model_digests", "model_fingerprint", "refresh_compensation", "session_of"]

@@ -22,7 +22,7 @@ from vllm_quads.nvfp4 import BLOCK_SIZE, ActivationGlobalScale, Centering, Check
 from vllm_quads.nvfp4.formats import E4M3_MAX
 from vllm_quads.nvfp4.reference import FOUR_OVER_SIX_E4M3_MAX, BlockScaleRule
 from vllm_quads.plugin import compat
-from vllm_quads.plugin.backends import TorchLinear, make_experts_backend
+from vllm_quads.plugin.backends import ExpertsRequest, LinearRequest, make_experts_backend, make_linear_backend
 from vllm_quads.plugin.host import LayerHost
 from vllm_quads.plugin.loading import PackedLoader
 
@@ -171,11 +171,14 @@ class LayerRuntime(nn.Module):
     def _prepare(self) -> None:
         raise NotImplementedError
 
-    def static_scale(self, input_scale: Tensor) -> Tensor | None:
-        """Encode global scale from decode-direction input scales (amax/2688), or None for per-token scales."""
+    def static_scale(self, input_scale: Tensor, *, shared: bool = False) -> Tensor | None:
+        """Encode global scale from decode-direction input scales (amax/2688), or None for per-token scales.
+
+        shared: one scale for all, since they see the same input: the largest amax that any was calibrated with.
+        """
         if self.contract.activation.global_scale is ActivationGlobalScale.TOKEN:
             return None
-        g = 1.0 / input_scale
+        g = 1.0 / (input_scale.amax() if shared else input_scale)
         if self.contract.activation.block_scale_rule is BlockScaleRule.FOUR_OVER_SIX:
             g = g * (FOUR_OVER_SIX_E4M3_MAX / E4M3_MAX)  # the rule's range is 6 * 256 instead of 6 * 448
         return g
@@ -204,23 +207,25 @@ class ExpertsRuntime(LayerRuntime):
     def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """MoE output [M, H] of x [M, H] with global expert ids [M, k] (negative: nobody's)."""
         layer, w13, w2 = self.layer, self.active[self.w13.name], self.active[self.w2.name]
+        self.config.require_servable()
         self.settle()
-        # One input for all experts of w13 has one scale: the largest amax that any of them was calibrated with.
-        g13 = self.static_scale(layer.w13_input_scale.data.amax())
         split = self.backend.splits_auto and self.contract.compensation.form is Form.AUTO
         return self.backend.forward(
-            x,
-            topk_weights,
-            topk_ids,
-            self.contract,
-            expert_map=layer.expert_map,
-            w13_site=w13,
-            w2_site=w2,
-            g13=g13,
-            g2=self.static_scale(layer.w2_input_scale.data),
-            decode=compat.decode_mask(x.shape[0], x.device) if split else None,
-            w13_statistics=self.gathering(self.w13.name),
-            w2_statistics=self.gathering(self.w2.name),
+            ExpertsRequest(
+                x,
+                topk_weights,
+                topk_ids,
+                self.contract,
+                w13,
+                w2,
+                expert_map=layer.expert_map,
+                g13=self.static_scale(layer.w13_input_scale.data, shared=True),
+                g2=self.static_scale(layer.w2_input_scale.data),
+                decode=compat.decode_mask(x.shape[0], x.device) if split else None,
+                w13_statistics=self.gathering(self.w13.name),
+                w2_statistics=self.gathering(self.w2.name),
+                router_on_input=layer.apply_router_weight_on_input,
+            )
         )
 
     def site_inputs(self) -> dict[str, SiteInputs]:
@@ -240,7 +245,7 @@ class ExpertsRuntime(LayerRuntime):
         )
         return {
             self.w13.name: SiteInputs(
-                shared, gate_up, share.repeat(2), False, self.static_scale(self.layer.w13_input_scale.data.amax())
+                shared, gate_up, share.repeat(2), False, self.static_scale(self.layer.w13_input_scale.data, shared=True)
             ),
             self.w2.name: SiteInputs(own, PackedTensor(*self._packed("w2"), self.w2.name), share, True),
         }
@@ -252,7 +257,7 @@ class LinearRuntime(LayerRuntime):
     def __init__(self, config: LayerHost, layer: Any, loader: PackedLoader, site: SiteSpec) -> None:
         super().__init__(config, layer, loader, [site])
         self.site = site
-        self.backend = TorchLinear()
+        self.backend = make_linear_backend(torch.get_default_device())
 
     def _parts(self) -> list[PackedTensor]:
         return [self.loader.packed(m) for m in self.loader.matrices]
@@ -263,16 +268,19 @@ class LinearRuntime(LayerRuntime):
     def forward(self, x: Tensor) -> Tensor:
         """y [..., N] = x [..., K] times the local weight, without bias."""
         state = self.active[self.site.name]
+        self.config.require_servable()
         self.settle()
         flat = x.reshape(-1, x.shape[-1])
-        split = self.contract.compensation.form is Form.AUTO
+        split = self.backend.splits_auto and self.contract.compensation.form is Form.AUTO
         y = self.backend.forward(
-            flat,
-            self.contract,
-            site=state,
-            g=self.static_scale(self.layer.input_scale.data.amax()),
-            decode=compat.decode_mask(flat.shape[0], x.device) if split else None,
-            statistics=self.gathering(self.site.name),
+            LinearRequest(
+                flat,
+                self.contract,
+                state,
+                g=self.static_scale(self.layer.input_scale.data, shared=True),
+                decode=compat.decode_mask(flat.shape[0], x.device) if split else None,
+                statistics=self.gathering(self.site.name),
+            )
         )
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -283,7 +291,7 @@ class LinearRuntime(LayerRuntime):
             return {}
         stack = _stack(self._parts(), self.site.name)
         share = torch.ones(stack.codes.shape[0], dtype=torch.float64, device=stack.codes.device)
-        g = self.static_scale(self.layer.input_scale.data.amax())
+        g = self.static_scale(self.layer.input_scale.data, shared=True)
         return {self.site.name: SiteInputs(statistics, stack, share, False, g)}
 
 

@@ -2,59 +2,25 @@
 """The refit protocol: manifest first, tensors next, then one commit that either happens or does not.
 
 engine.begin(manifest)      validates everything that can be known before a byte moves
-engine.load(tensors)        any number of times, in any grouping; the serving weights do not change
-engine.commit()             swaps the staged weights in, recomputes what is derived, returns the report
-engine.abort()              forgets what was staged; also the effect of any failure above
+engine.load(tensors)        any number of times, in any grouping; complete layers are installed as they arrive
+engine.commit(digests)      compares the digests of both sides, refreshes compensation, returns the report
+engine.abort()              ends a refit that cannot go on; also the effect of any failure above
+
+From the first installed layer to the end of the refit no forward pass runs. After a failure the previous weights serve
+on, or the engine refuses to serve: `Manifest.rollback` says which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from vllm_quads.nvfp4.contract import Contract, QuantizedSet
 from vllm_quads.nvfp4.errors import RefitError
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype of one tensor of a payload."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a push is going to send."""
-
-    contract: Contract
-    quantized: QuantizedSet
-    """Canonical names and shapes of the quantized weights; must equal the engine's set."""
-    tensors: Mapping[str, TensorSpec]
-    """Every tensor of the payload under its checkpoint name (`...gate_proj.weight`, `.weight_scale`,
-    `.weight_scale_2` for packed weights, plain names for the rest)."""
-    fingerprint: str
-    """Fingerprint of the quantized weights, computed by the trainer; the engine must arrive at the same one."""
-    policy_version: int
-    compensation: Mapping[str, Tensor] = field(default_factory=dict)
-    """Optional sensitivities, site name -> float32 scalar, from the trainer's gradients."""
-
-
-@dataclass(frozen=True)
-class RefitReport:
-    """What a committed refit did."""
-
-    policy_version: int
-    fingerprint: str
-    tensors: int
-    bytes: int
-    seconds: Mapping[str, float]
-    """Seconds per phase."""
+from vllm_quads.refit.manifest import Manifest
+from vllm_quads.refit.report import RefitReport
 
 
 @runtime_checkable
@@ -73,7 +39,7 @@ class RolloutEngine(Protocol):
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None: ...
 
-    def commit(self) -> RefitReport: ...
+    def commit(self, digests: Mapping[str, int] | None = None) -> RefitReport: ...
 
     def abort(self) -> None: ...
 

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Units: the tensors that a refit installs at once, and how one of them gets from what was sent into its parameters.
+
+A unit is all experts' gate and up of a layer, all experts' down, or the parts of one dense linear: the matrices that
+share parameters and, if they are quantized here, global scales. Its matrices lie in one section [E, P] (experts, parts)
+or, where parts differ in rows, in one section [1, 1] each. Every rank gets whole tensors and cuts its own shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_quads.kernels.weights import QuantizedStack, digest_stack, quantize_stack, weight_amax
+from vllm_quads.nvfp4 import BLOCK_SIZE, name_weights, unit_of
+from vllm_quads.plugin.loading import Matrix, Role
+from vllm_quads.plugin.runtime import ExpertsRuntime, LayerRuntime
+
+FIELD_DTYPES = {
+    "float": torch.bfloat16,
+    "codes": torch.uint8,
+    "scales": torch.float8_e4m3fn,
+    "global": torch.float32,
+    "input": torch.float32,
+}
+_UNITS_PER_K = {"float": 1, "codes": 2, "scales": BLOCK_SIZE}
+PACKED_FIELDS = ("codes", "scales", "global")
+
+
+class Flag(NamedTuple):
+    """A condition that the device knows and the host does not yet."""
+
+    bad: Tensor
+    """bool scalar."""
+    message: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """Matrices of one shape in storage order [E, P]."""
+
+    matrices: tuple[Matrix, ...]
+    lead: tuple[int, int]
+    rows: slice | None
+    """Rows of the parameter that belong to the section; None: the parameter is the section."""
+
+    @property
+    def first(self) -> Matrix:
+        """Any matrix: all have this one's shape and place of the shard."""
+        return self.matrices[0]
+
+    def full_shape(self, field: str) -> tuple[int, ...]:
+        """Shape of a field before tensor parallelism cuts it."""
+        if field in _UNITS_PER_K:
+            return (*self.lead, self.first.n, self.first.k // _UNITS_PER_K[field])
+        return self.lead
+
+    def shard(self, field: str, tensor: Tensor) -> Tensor:
+        """This rank's part of a whole field."""
+        if field not in _UNITS_PER_K:
+            return tensor
+        start, length = (x // _UNITS_PER_K[field] for x in self.first.local_k)
+        return tensor.narrow(-2, *self.first.local_n).narrow(-1, start, length)
+
+
+class Unit:
+    """One unit of a quantized layer on this rank."""
+
+    def __init__(self, key: str, runtime: LayerRuntime, prefix: str, sections: Sequence[Section]) -> None:
+        self.key = key
+        """Name of the layer's runtime."""
+        self.runtime = runtime
+        self.prefix = prefix
+        self.sections = tuple(sections)
+        self.matrices = tuple(m for s in sections for m in s.matrices)
+        self.name = unit_of(self.matrices[0].name)
+        is_experts = isinstance(runtime, ExpertsRuntime)
+        self.experts: tuple[int, ...] | None = runtime.w2.group_index if is_experts else None  # type: ignore[attr-defined]
+        """Global ids of the local experts, in storage order; None for a dense linear."""
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters that hold the unit, as they are stored."""
+        roles = (Role.WEIGHT, Role.BLOCK_SCALE, Role.DECODE_SCALE, Role.INPUT_SCALE)
+        return [self._param(role) for role in roles]
+
+    def stored(self, section: Section) -> QuantizedStack:
+        """Views [E, P, ...] of a section's shard in the parameters."""
+        codes, scales, decode = (self._param(r) for r in (Role.WEIGHT, Role.BLOCK_SCALE, Role.DECODE_SCALE))
+        if section.rows is None:
+            n = section.first.local_n[1]
+            return QuantizedStack(
+                codes.view(*section.lead, n, -1), scales.view(*section.lead, n, -1), decode.view(section.lead)
+            )
+        (index,) = section.first.scalar
+        return QuantizedStack(
+            codes[section.rows][None, None], scales[section.rows][None, None], decode[index : index + 1].view(1, 1)
+        )
+
+    def digest(self) -> Tensor:
+        """This rank's part of the unit's digest, int64 scalar, from the parameters."""
+        total = torch.zeros((), dtype=torch.int64, device=self._param(Role.WEIGHT).device)
+        for section, weights in zip(self.sections, self._name_weights, strict=True):
+            m = section.first
+            if not m.counted:  # another rank has the same shard
+                continue
+            digests = digest_stack(
+                self.stored(section),
+                row_offset=m.local_n[0],
+                k_offset=m.local_k[0],
+                count_global=m.local_n[0] == 0 and m.local_k[0] == 0,
+            )
+            total += (digests.flatten() * weights).sum()
+        return total
+
+    @cached_property
+    def _name_weights(self) -> list[Tensor]:
+        device = self._param(Role.WEIGHT).device
+        return [name_weights((m.name for m in s.matrices), device) for s in self.sections]
+
+    def write_packed(self, fields: Sequence[dict[str, Tensor]]) -> None:
+        """Copy whole packed fields of each section into the parameters."""
+        for section, arrived in zip(self.sections, fields, strict=True):
+            for field, target in zip(PACKED_FIELDS, self.stored(section), strict=True):
+                source = section.shard(field, arrived[field])
+                if field == "scales":  # float8 has few kernels
+                    source, target = source.view(torch.uint8), target.view(torch.uint8)
+                target.copy_(source)
+
+    def write_quantized(self, fields: Sequence[dict[str, Tensor]], amax: Tensor) -> None:
+        """Quantize whole float weights of each section with amax [E, P] into the parameters."""
+        for section, arrived in zip(self.sections, fields, strict=True):
+            weight = section.shard("float", arrived["float"])
+            if not weight.is_contiguous():
+                weight = weight.contiguous()
+            quantize_stack(weight, amax, out=self.stored(section))
+
+    def shared_amax(self, fields: Sequence[dict[str, Tensor]]) -> Tensor:
+        """Largest magnitude of the parts that share a global scale, float32 [E, P]; NaN or Inf if they hold one."""
+        amax = weight_amax([arrived["float"] for arrived in fields])
+        return amax.amax(dim=1, keepdim=True).expand(amax.shape)
+
+    def write_input_scales(self, fields: Sequence[dict[str, Tensor]], arrived: Sequence[set[str]]) -> None:
+        """Static activation scales (decode direction), of those matrices for which one was sent."""
+        for section, values, present in zip(self.sections, fields, arrived, strict=True):
+            for i, matrix in enumerate(section.matrices):
+                if matrix.name in present:
+                    self.runtime.loader.set_input_scale(matrix, values["input"].flatten()[i])
+
+    def check_packed(self, fields: Sequence[dict[str, Tensor]]) -> list[Flag]:
+        """Conditions that damaged packed fields do not meet."""
+        flags = []
+        for arrived in fields:
+            scales = arrived["scales"].view(torch.uint8).amax() >= 0x7F
+            flags.append(Flag(scales, f"{self.name}.weight_scale: holds NaN or negative block scales"))
+            decode = arrived["global"]
+            good = (torch.isfinite(decode) & (decode > 0)).all()
+            flags.append(Flag(~good, f"{self.name}.weight_scale_2: expected finite, positive global scales"))
+        return flags
+
+    def _param(self, role: Role) -> Tensor:
+        param: Tensor = getattr(self.runtime.layer, self.prefix + role.value).data
+        return param
+
+
+def units_of(key: str, runtime: LayerRuntime) -> list[Unit]:
+    """The units of a quantized layer."""
+    matrices = runtime.loader.matrices
+    if not isinstance(runtime, ExpertsRuntime):
+        sections = [Section((m,), (1, 1), m.rows[0]) for m in matrices]  # type: ignore[arg-type]
+        return [Unit(key, runtime, "", sections)]
+    units = []
+    for prefix, parts in (("w13_", 2), ("w2_", 1)):
+        chosen = tuple(m for m in matrices if m.prefix == prefix)
+        units.append(Unit(key, runtime, prefix, [Section(chosen, (len(chosen) // parts, parts), None)]))
+    return units

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a refit did, and how an engine stands: plain data that travels as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from vllm_quads.refit.manifest import Rollback
+
+
+@dataclass(frozen=True)
+class RefitReport:
+    """What a committed refit did."""
+
+    policy_version: int
+    fingerprint: str
+    """Fingerprint of the quantized weights that serve, over all ranks."""
+    tensors: int
+    """Tensors received."""
+    bytes: int
+    """Bytes received."""
+    seconds: Mapping[str, float]
+    """Seconds per phase: `validate`, `transfer` (waiting for tensors, and moving them), `quantize`, `undo` (keeping the
+    previous bytes), `install`, `derive` (operands recomputed from weights and compensation state), `verify`; of the
+    slowest rank. A trainer adds its own under `trainer_...`."""
+    digests: Mapping[str, int] = field(default_factory=dict)
+    """Digest of each unit (see `nvfp4.fingerprint`), over all ranks."""
+    payload: str = "packed"
+    """`packed`, `bf16`, or `mixed`."""
+    rollback: Rollback = Rollback.HOST
+    verified: bool = True
+    """False if the trainer gave neither fingerprint nor digests to compare with."""
+
+    @property
+    def total_seconds(self) -> float:
+        """Sum of the engine's phases."""
+        return sum(s for phase, s in self.seconds.items() if not phase.startswith("trainer_"))
+
+    def with_seconds(self, **seconds: float) -> RefitReport:
+        """The report with further phases."""
+        return replace(self, seconds={**self.seconds, **seconds})
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready dictionary."""
+        return {**asdict(self), "rollback": self.rollback.value}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> RefitReport:
+        """Inverse of `to_json`."""
+        return RefitReport(**{**data, "rollback": Rollback(data["rollback"])})
+
+
+class EngineState(str, Enum):
+    """Whether an engine may answer."""
+
+    SERVING = "serving"
+    REFITTING = "refitting"
+    """Some layers hold new weights, some old ones: no forward pass runs."""
+    REFUSING = "refusing"
+    """A refit failed and the previous weights are gone: no forward pass runs until a complete refit succeeds."""
+
+
+@dataclass
+class RefitCounters:
+    """How often refits ended how, since the engine started."""
+
+    committed: int = 0
+    refused: int = 0
+    """At `begin`: nothing had been sent."""
+    rolled_back: int = 0
+    """Failed or aborted later; the previous weights served on."""
+    broken: int = 0
+    """Failed and left the engine refusing."""
+
+
+@dataclass(frozen=True)
+class RefitStatus:
+    """How an engine stands."""
+
+    state: EngineState
+    reason: str
+    """Why it does not serve; empty if it does."""
+    policy_version: int
+    counters: RefitCounters
+    report: RefitReport | None
+    """Of the last committed refit."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready dictionary."""
+        report = None if self.report is None else self.report.to_json()
+        return {
+            "state": self.state.value,
+            "reason": self.reason,
+            "policy_version": self.policy_version,
+            "counters": asdict(self.counters),
+            "report": report,
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> RefitStatus:
+        """Inverse of `to_json`."""
+        report = data["report"]
+        return RefitStatus(
+            EngineState(data["state"]),
+            data["reason"],
+            data["policy_version"],
+            RefitCounters(**data["counters"]),
+            None if report is None else RefitReport.from_json(report),
+        )
