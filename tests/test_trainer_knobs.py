@@ -128,10 +128,11 @@ def test_optimizer_drives_the_schedule() -> None:
         follow_optimizer(qwen3(), optimizer)
 
 
-def test_compiled_model_follows_the_schedule() -> None:
-    """One compiled function sees every strength of a ramp, with one graph per phase (off, ramp, on)."""
+@pytest.mark.parametrize("scale", [WeightGlobalScale.LIVE, WeightGlobalScale.MOVING_AVERAGE])
+def test_compiled_model_follows_the_schedule_and_the_scales(scale: WeightGlobalScale) -> None:
+    """One compiled function sees every strength of a ramp and every scale, with one graph per phase (off, ramp, on)."""
     model = PerExpertModel()
-    prepare_qat(model, schedule=Schedule(start=1, ramp=4))
+    prepare_qat(model, Contract(weight_global_scale=scale), schedule=Schedule(start=1, ramp=4), scale_decay=0.5)
     linear = model.model.layers[0].block_sparse_moe.experts[0].w2
     graphs = []
 
@@ -142,6 +143,8 @@ def test_compiled_model_follows_the_schedule() -> None:
     compiled = torch.compile(lambda: linear.quads_weight * 1.0, fullgraph=True, backend=backend)
     for _ in range(7):
         assert torch.equal(compiled(), linear.quads_weight)
+        with torch.no_grad():
+            linear.weight.mul_(1.1)
         qat_step(model)
     assert len(graphs) == 3
 

@@ -143,7 +143,7 @@ def prepare_qat(
         siblings = tuple(groups.get(scale_group(weight.name), ())) if isinstance(weight.module, nn.Linear) else ()
         quantizer = WeightQuantizer(weight.name, tuple(weight.matrices), state, siblings)
         if frozen:
-            quantizer.frozen = kept_or_current(weight, siblings, kept_amax)
+            quantizer.frozen = kept_or_current(weight, siblings, kept_amax).to(weight.tensor.device)
         quantizer_of.append(quantizer)
     for weight, quantizer in zip(inventory.selected, quantizer_of, strict=True):
         quantizers = dict(getattr(weight.module, _QUANTIZERS, {}))

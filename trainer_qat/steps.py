@@ -37,7 +37,8 @@ def qat_step(model: nn.Module) -> None:
             weights = [s.weight for s in quantizer.siblings] or [getattr(module, attribute)]
             now = shared_amax(weights, quantizer.name)
             assert quantizer.frozen is not None
-            quantizer.frozen = state.scale_decay * quantizer.frozen.to(now.device) + (1 - state.scale_decay) * now
+            # In place: a compiled graph keeps reading the same tensor. The whole group moves alike.
+            quantizer.frozen.mul_(state.scale_decay).add_(now.to(quantizer.frozen.device), alpha=1 - state.scale_decay)
             quantizer.cache.clear()
 
 
@@ -76,6 +77,6 @@ def load_qat_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             )
     for _, _, quantizer in quantizers_of(model):
         if quantizer.frozen is not None:
-            quantizer.frozen = state[_AMAX + quantizer.name].to(quantizer.frozen.device).clone()
+            quantizer.frozen.copy_(state[_AMAX + quantizer.name])
             quantizer.cache.clear()
     state_of(model).progress.move_to(int(state[_STEP]))
