@@ -97,12 +97,23 @@ class StepBench:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=device == "cuda")
-        sequence = min(sequence, tokens)
-        batches = [
-            torch.randint(0, vocabulary, (tokens // sequence, sequence), device=device) for _ in range(micro_batches)
-        ]
         experts = [p for _, m in experts_of(model) for p in m.parameters() if p.dim() == 3]
-        return StepBench(model, optimizer, batches, sum(2 * p.numel() for p in experts))
+        bench = StepBench(model, optimizer, [], sum(2 * p.numel() for p in experts))
+        bench.set_batches(tokens, micro_batches, sequence)
+        return bench
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        size: int = self.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        return size
+
+    def set_batches(self, tokens: int, micro_batches: int, sequence: int = 4096) -> None:
+        """Other random micro-batches of this many tokens each."""
+        sequence = min(sequence, tokens)
+        parameter = next(self.model.parameters())
+        shape = (tokens // sequence, sequence)
+        self.batches = [torch.randint(0, self.vocabulary, shape, device=parameter.device) for _ in range(micro_batches)]
 
     def step(self) -> Tensor:
         """One optimizer step; the loss of its first micro-batch."""
@@ -200,7 +211,7 @@ def layers_that_fit(free_bytes: int, tokens: int) -> int:
     """Layers whose weights, gradients, AdamW states and BF16 cache fit, with room for activations and the head."""
     layer = 128 * 3 * 2048 * 768 + 2048 * 128 * (32 * 2 + 4 * 2) + 128 * 2048
     per_layer = 5 * 2 * layer + 2 * tokens * 2048
-    return max(1, int((free_bytes - (12 << 30)) // per_layer))
+    return max(1, int((free_bytes - (16 << 30)) // per_layer))
 
 
 def ratios(arms: Sequence[Arm], baseline: Arm, quantized_bytes: int) -> dict[str, dict[str, float]]:

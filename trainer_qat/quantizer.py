@@ -171,7 +171,10 @@ def kept_on_device(
     """The quantization that a cache keeps of sources[0] on a GPU, as it is now; NaN and Inf are watched for."""
     weight = sources[0]
     kept = cache.on_device(sources, None if frozen is None else frozen.to(weight.device), dense=dense, whole=whole)
-    WATCH.add(name, kept.amax)
+    if weight.is_cuda:
+        WATCH.add(name, kept.amax)
+    else:
+        weight_amax(kept.amax[..., None, None], name)
     return kept
 
 

@@ -26,20 +26,24 @@ class KeptQuantization:
 
     def __init__(self, weight: Tensor, *, dense: bool) -> None:
         """Allocate for a weight of this shape, dtype and device; nothing is computed. Needs Triton (`available`)."""
+        triton = w._kernels()
+        assert triton is not None
+        self._triton = triton
         self._form = (weight.shape, weight.dtype, weight.device)
         lead = weight.shape[:-2]
         matrices = max(1, lead.numel())
         words = (matrices + 1) // 2
         self._state = torch.zeros(2 * _CLASSES + 1 + words, dtype=torch.int64, device=weight.device)
         self._sums = self._state[:_CLASSES]
-        # Between the sums, so that both are cleared at once.
         self._amax = self._state[_CLASSES : _CLASSES + words].view(torch.int32)[:matrices]
+        self._old = self._state[: _CLASSES + words]  # sums and amax: cleared at once
         self._fresh = self._state[_CLASSES + words : 2 * _CLASSES + words]
         self._stale = self._state[2 * _CLASSES + words :].view(torch.int32)[:1]
         self.amax: Tensor = self._amax.view(torch.float32).view(lead)
         """float32 [...]: amax of the weight and of those that share its scale; NaN or Inf if one is not finite."""
         self.values: Tensor | None = torch.empty_like(weight, memory_format=torch.contiguous_format) if dense else None
         self.packed: QuantizedStack | None = None if dense else w._empty_packed(weight)
+        self._outputs = w._Outputs.of(self.packed, self.values)
         self._turn = 0
 
     @staticmethod
@@ -53,13 +57,13 @@ class KeptQuantization:
 
     def renew(self, sources: Sequence[Tensor], frozen: Tensor | None = None) -> None:
         """Quantize sources[0]; the others share its scale. frozen: amax float32 [...] to take the scale from."""
-        self._state[: self._fresh.storage_offset()].zero_()
-        self._renew(sources, frozen, guard=None)
+        self._old.zero_()
+        self._renew([w._Operand.of(s) for s in sources], frozen, guard=None)
         held = self.values if self.values is not None else self.packed[0]  # type: ignore[index]
         torch.autograd.graph.increment_version(held)  # a graph that saved the old values must not use the new ones
 
     def renew_if_changed(self, sources: Sequence[Tensor], frozen: Tensor | None = None, *, whole: bool = True) -> None:
-        """Renew on the device if the sources differ from those of the last time.
+        """Renew on the device if the contents of the sources differ from those of the last time.
 
         whole=False looks at every 16th tile of 2048 weights, at others each time: after 16 calls at all of them. That
         notices at once whatever changes a weight at large, as an optimizer or an exchange of weights does.
@@ -74,38 +78,40 @@ class KeptQuantization:
         return turn, turn + 1
 
     def _check(self, sources: Sequence[Tensor], frozen: Tensor | None, first: int, last: int) -> None:
-        for i, source in enumerate(sources):
-            self._checksum(source, i, self._fresh, None, first, last, amax=False)
-        triton = w._kernels()
-        assert triton is not None
+        operands = [w._Operand.of(s) for s in sources]
+        for salt, operand in enumerate(operands):
+            self._checksum(operand, salt, self._fresh, None, first, last)
         with w._on(self._state.device):
-            triton.compare_kernel[(1,)](
+            self._triton.compare_kernel[(1,)](
                 self._sums, self._fresh, self._stale, self._amax, self._amax.numel(), first, last, num_warps=1
             )
-        self._renew(sources, frozen, guard=self._stale)
+        self._renew(operands, frozen, guard=self._stale)
 
-    def _renew(self, sources: Sequence[Tensor], frozen: Tensor | None, guard: Tensor | None) -> None:
-        for i, source in enumerate(sources):
-            self._checksum(source, i, self._sums, guard, 0, _CLASSES, amax=True)
-        triton = w._kernels()
-        assert triton is not None
+    def _renew(self, operands: Sequence[w._Operand], frozen: Tensor | None, guard: Tensor | None) -> None:
+        for salt, operand in enumerate(operands):
+            self._checksum(operand, salt, self._sums, guard, 0, _CLASSES, amax=True)
         amax = self.amax if frozen is None else frozen
-        w._quantize(triton, sources[0], amax, self.packed, self.values, guard)
+        w._quantize(self._triton, operands[0], amax, self._outputs, guard)
 
     def _checksum(
-        self, source: Tensor, salt: int, sums: Tensor, guard: Tensor | None, first: int, last: int, *, amax: bool
+        self,
+        operand: w._Operand,
+        salt: int,
+        sums: Tensor,
+        guard: Tensor | None,
+        first: int,
+        last: int,
+        *,
+        amax: bool = False,
     ) -> None:
-        triton = w._kernels()
-        assert triton is not None
-        t, matrices, shape = w._stack(w._input(source.detach()))
-        geometry = w._Geometry.of(shape, t)
+        geometry = operand.geometry
         w._launch(
-            triton.checksum_kernel,
+            self._triton.checksum_kernel,
             geometry,
-            matrices,
-            *(w._words(t), self._amax, sums, self._stale if guard is None else guard),
+            operand.matrices,
+            *(operand.words, self._amax, sums, self._stale if guard is None else guard),
             *(geometry.blocks, geometry.per_row, *geometry.strides[0], salt, first, last),
-            DTYPE=w._DTYPES[t.dtype],
+            DTYPE=operand.dtype,
             FLAT=geometry.flat,
             AMAX=amax,
             GUARDED=guard is not None,

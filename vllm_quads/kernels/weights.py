@@ -32,7 +32,7 @@ _WORDS = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32
 _BLOCKS = 128
 """Blocks of 16 weights in a tile."""
 _WARPS = 4
-_PROGRAMS_PER_SM = 16
+_PROGRAMS_PER_SM = 32
 _DIGEST_TILE = (16, 128)
 _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -101,15 +101,15 @@ def weight_amax(weights: Tensor | Sequence[Tensor], *, out: Tensor | None = None
         out.copy_(torch.stack([_reference_amax(w) for w in weights]).amax(dim=0))
         return out
     out.zero_()
-    for w in weights:
-        w, matrices, shape = _stack(_input(w.detach()))
-        geometry = _Geometry.of(shape, w)
+    bits = out.view(torch.int32)
+    for operand in map(_Operand.of, weights):
+        geometry = operand.geometry
         _launch(
             triton.amax_kernel,
             geometry,
-            matrices,
-            *(_words(w), out.view(torch.int32), geometry.blocks, geometry.per_row, *geometry.strides[0]),
-            DTYPE=_DTYPES[w.dtype],
+            operand.matrices,
+            *(operand.words, bits, geometry.blocks, geometry.per_row, *geometry.strides[0]),
+            DTYPE=operand.dtype,
             FLAT=geometry.flat,
         )
     return out
@@ -132,7 +132,7 @@ def quantize_stack(weight: Tensor, amax: Tensor, *, out: QuantizedStack | None =
         out.block_scales.view(torch.uint8).copy_(q.scales.view(torch.uint8))
         out.decode_scale.copy_(q.decode_scale[..., 0, 0])
         return out
-    _quantize(triton, weight, amax, out, None, None)
+    _quantize(triton, _Operand.of(weight), amax, _Outputs.of(out, None), None)
     return out
 
 
@@ -154,7 +154,7 @@ def fake_quantize_stack(
         if packed is not None:
             quantize_stack(weight, amax, out=packed)
         return out
-    _quantize(triton, weight, amax, packed, out, None)
+    _quantize(triton, _Operand.of(weight), amax, _Outputs.of(packed, out), None)
     return out
 
 
@@ -170,14 +170,14 @@ def dequantize_stack(
     if triton is None or out.dtype not in _DTYPES:
         out.copy_(packed.packed().dequantize(out.dtype))
         return out
-    codes, matrices, logical = _stack(packed.codes)
-    scales, values = _stack(packed.block_scales)[0], _stack(out)[0]
-    geometry = _Geometry.of((logical[0], 2 * logical[1]), codes, scales, values)
+    codes, matrices, (n, half_k) = _stack(packed.codes)
+    target = _Outputs.of(packed, out)
+    geometry = _geometry((n, 2 * half_k), *target.strides)
     _launch(
         triton.dequantize_kernel,
         geometry,
         matrices,
-        *(codes, scales.view(torch.uint8), packed.decode_scale.contiguous(), _words(values)),
+        *(codes, target.scales, packed.decode_scale.contiguous(), target.values),
         *(geometry.blocks, geometry.per_row, *(s for pair in geometry.strides for s in pair)),
         DTYPE=_DTYPES[out.dtype],
         FLAT=geometry.flat,
@@ -192,16 +192,14 @@ def clamp_gradient(grad: Tensor, weight: Tensor, amax: Tensor) -> Tensor:
     triton = _triton(weight)
     if triton is None or grad.dtype != weight.dtype:
         return grad * representable(weight, amax)
-    grad, weight = grad.contiguous(), weight.detach().contiguous()
+    grad, w = grad.contiguous(), _Operand.of(weight.contiguous())
     out = torch.empty_like(grad)
-    w, matrices, shape = _stack(weight)
-    geometry = _Geometry.of(shape, w)
     _launch(
         triton.clamp_gradient_kernel,
-        geometry,
-        matrices,
-        *(_words(grad), _words(w), amax.contiguous(), _words(out), geometry.blocks),
-        DTYPE=_DTYPES[weight.dtype],
+        w.geometry,
+        w.matrices,
+        *(_words(grad), w.words, amax.contiguous(), _words(out), w.geometry.blocks),
+        DTYPE=w.dtype,
     )
     return out
 
@@ -268,58 +266,80 @@ class _Geometry(NamedTuple):
     strides: tuple[tuple[int, int], ...]
     """(of a matrix, of a row) of each tensor, in machine words or bytes: eight, or one scale, are a block."""
 
+
+@functools.lru_cache(maxsize=4096)
+def _geometry(shape: tuple[int, int], *tensors: tuple[tuple[int, ...], int]) -> _Geometry:
+    """shape (N, K); per tensor [E, N, ...] the strides of its first two dimensions and its elements in a block."""
+    n, k = shape
+    per_row = k // BLOCK_SIZE
+    strides = tuple((matrix, row) for (matrix, row, *_), _ in tensors)
+    if n * per_row * 8 >= 2**31 or any(row * n >= 2**31 for _, row in strides):
+        raise FormatError(f"a matrix of shape {shape} is too large for the kernels (2^31 words)")
+    flat = n == 1 or all(row == per_row * width for (_, row, *_), width in tensors)
+    return _Geometry(n * per_row, per_row, flat, strides)
+
+
+class _Operand(NamedTuple):
+    """A weight as a kernel reads it."""
+
+    words: Tensor
+    """[E, N, K/2] machine words, a view of the weight (of a copy, where it has no such view)."""
+    matrices: int
+    shape: tuple[int, int]
+    """(N, K)"""
+    geometry: _Geometry
+    """Of the weight alone."""
+    dtype: int
+
     @staticmethod
-    def of(shape: tuple[int, int], *tensors: Tensor) -> _Geometry:
-        """shape (N, K) and tensors [E, N, ...]: weights, codes (bytes) or block scales."""
-        n, k = shape
-        per_row = k // BLOCK_SIZE
-        strides = []
-        flat = True
-        for t in tensors:
-            units = 2 if t.dtype in _DTYPES else 1  # two weights are a word
-            strides.append((t.stride(0) // units, t.stride(1) // units))
-            flat &= t.stride(1) == t.shape[2] or n == 1
-        if n * per_row * 8 >= 2**31 or any(abs(row) * n >= 2**31 for _, row in strides):
-            raise FormatError(f"a matrix of shape {shape} is too large for the kernels (2^31 words)")
-        return _Geometry(n * per_row, per_row, flat, tuple(strides))
+    def of(weight: Tensor) -> _Operand:
+        t, matrices, shape = _stack(_input(weight.detach()))
+        words = _words(t)
+        return _Operand(words, matrices, shape, _geometry(shape, (words.stride(), 8)), _DTYPES[t.dtype])
 
 
-def _quantize(
-    triton: ModuleType,
-    weight: Tensor,
-    amax: Tensor,
-    packed: QuantizedStack | None,
-    values: Tensor | None,
-    guard: Tensor | None,
-) -> None:
-    w, matrices, shape = _stack(_input(weight.detach()))
-    v = w if values is None else _stack(values)[0]
-    codes, scales = (v, v) if packed is None else (_stack(packed.codes)[0], _stack(packed.block_scales)[0])
-    decode = amax if packed is None else packed.decode_scale
-    used = [w, *([] if packed is None else [codes, scales]), *([] if values is None else [v])]
-    geometry = _Geometry.of(shape, *used)
-    at = dict(zip(map(id, used), geometry.strides, strict=True))
+class _Outputs(NamedTuple):
+    """Where the quantization kernel writes."""
+
+    codes: Tensor | None
+    scales: Tensor | None
+    decode_scale: Tensor | None
+    values: Tensor | None
+    """[E, N, K/2] machine words."""
+    strides: tuple[tuple[tuple[int, ...], int], ...]
+    """(strides, elements in a block) of codes, scales and values, of those that exist."""
+
+    @staticmethod
+    def of(packed: QuantizedStack | None, values: Tensor | None) -> _Outputs:
+        codes = scales = decode = words = None
+        strides: list[tuple[tuple[int, ...], int]] = []
+        if packed is not None:
+            codes, scales = _stack(packed.codes)[0], _stack(packed.block_scales.view(torch.uint8))[0]
+            decode = packed.decode_scale
+            strides += [(codes.stride(), 8), (scales.stride(), 1)]
+        if values is not None:
+            words = _words(_stack(values)[0])
+            strides.append((words.stride(), 8))
+        return _Outputs(codes, scales, decode, words, tuple(strides))
+
+
+def _quantize(triton: ModuleType, weight: _Operand, amax: Tensor, out: _Outputs, guard: Tensor | None) -> None:
+    geometry = _geometry(weight.shape, (weight.words.stride(), 8), *out.strides)
+    own, *others = geometry.strides
     none = (0, 0)
+    pack = (others.pop(0), others.pop(0)) if out.codes is not None else (none, none)
+    values = others.pop(0) if out.values is not None else none
+    unused = amax  # some pointer, for what is not written
     _launch(
         triton.quantize_kernel,
         geometry,
-        matrices,
-        *(
-            _words(w),
-            amax.contiguous(),
-            _bytes(codes),
-            _bytes(scales),
-            decode,
-            _words(v),
-            amax if guard is None else guard,
-        ),
-        *(geometry.blocks, geometry.per_row, *at[id(w)]),
-        *(at.get(id(codes), none) if packed is not None else none),
-        *(at.get(id(scales), none) if packed is not None else none),
-        *(at[id(v)] if values is not None else none),
-        DTYPE=_DTYPES[weight.dtype],
-        PACK=packed is not None,
-        VALUES=values is not None,
+        weight.matrices,
+        *(weight.words, amax.contiguous()),
+        *(unused if t is None else t for t in (out.codes, out.scales, out.decode_scale, out.values, guard)),
+        *(geometry.blocks, geometry.per_row, *own, *pack[0], *pack[1], *values),
+        DTYPE=weight.dtype,
+        PACK=out.codes is not None,
+        VALUES=out.values is not None,
         FLAT=geometry.flat,
         GUARDED=guard is not None,
     )
@@ -379,10 +399,6 @@ def _input(t: Tensor) -> Tensor:
 
 def _words(t: Tensor) -> Tensor:
     return t.view(_WORDS[t.dtype])
-
-
-def _bytes(t: Tensor) -> Tensor:
-    return t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
