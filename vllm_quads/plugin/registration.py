@@ -9,7 +9,9 @@ METHOD = "quads"
 
 
 def register() -> None:
-    """Register the `quads` quantization method and the refit adapter. Cheap, and harmless if called again.
+    """Register the `quads` quantization method, weight-transfer backend and refit adapters.
+
+    Cheap, and harmless if called again.
 
     vLLM swallows what a plugin raises and then only says "Unknown quantization method: quads", so the reason is logged
     before it is raised again.
@@ -31,6 +33,7 @@ def _register() -> None:
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.platforms import current_platform
 
+    from vllm_quads.plugin import compat, serving
     from vllm_quads.plugin.config import QuadsConfig
     from vllm_quads.plugin.engine import adapt
     from vllm_quads.refit import register_adapter
@@ -39,4 +42,6 @@ def _register() -> None:
         # vLLM's CPU attention uses AMX without asking the kernel for it: worker processes die of SIGILL otherwise.
         torch.cpu._init_amx()
     register_quantization_config(METHOD)(QuadsConfig)
+    compat.register_transfer_backend(METHOD, "QuadsTransferEngine", "vllm_quads.plugin.transfer")
+    register_adapter(serving.adapt)  # first: it leaves engines in this process to the other
     register_adapter(adapt)

@@ -3,13 +3,28 @@
 
 from __future__ import annotations
 
-from vllm_quads.refit.protocol import (
-    Manifest,
-    RefitReport,
-    RolloutEngine,
-    TensorSpec,
-    as_engine,
-    register_adapter,
-)
+from vllm_quads.refit.bucket import BucketLayout, plan_buckets
+from vllm_quads.refit.client import HttpEngine, adapt_url
+from vllm_quads.refit.manifest import Manifest, Rollback, TensorSpec
+from vllm_quads.refit.protocol import RolloutEngine, as_engine, register_adapter
+from vllm_quads.refit.remote import InFlight
+from vllm_quads.refit.report import EngineState, RefitCounters, RefitReport, RefitStatus
 
-__all__ = ["Manifest", "RefitReport", "RolloutEngine", "TensorSpec", "as_engine", "register_adapter"]
+register_adapter(adapt_url)
+
+__all__ = [
+    "BucketLayout",
+    "EngineState",
+    "HttpEngine",
+    "InFlight",
+    "Manifest",
+    "RefitCounters",
+    "RefitReport",
+    "RefitStatus",
+    "Rollback",
+    "RolloutEngine",
+    "TensorSpec",
+    "as_engine",
+    "plan_buckets",
+    "register_adapter",
+]

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refits between two GPUs of one machine: seconds, bytes, and proof that both sides hold the same weights.
+
+    python benchmarks/refit_two_gpus.py nccl       # trainer on GPU 0, `vllm serve` on GPU 1, tensors by NCCL
+    python benchmarks/refit_two_gpus.py ipc        # trainer on GPU 0, tensor-parallel server on both, CUDA IPC
+    torchrun --nproc-per-node 2 benchmarks/refit_two_gpus.py fsdp      # FSDP2 trainer and server on both
+
+The model has the layer shapes of Qwen3-30B-A3B with random weights and fewer layers (`--layers`). The server starts
+with dummy weights. Policies A, B and A again are pushed, packed and as BF16; the trainer's fingerprint is over whole
+tensors, so that an equal one from a tensor-parallel server means the bytes of one GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from trainer_qat import RolloutSync, prepare_qat
+from vllm_quads.nvfp4 import Contract
+from vllm_quads.refit import HttpEngine
+
+PROMPTS = [[1, 2, 3, 4, 5], list(range(100, 160)), [7]]
+
+
+def config(layers: int) -> Any:
+    """Qwen3-30B-A3B with fewer layers and a small vocabulary."""
+    import transformers
+
+    return transformers.Qwen3MoeConfig(
+        hidden_size=2048, moe_intermediate_size=768, intermediate_size=6144, num_experts=128, num_experts_per_tok=8,
+        num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=8192,
+        decoder_sparse_step=1, mlp_only_layers=[], tie_word_embeddings=False, max_position_embeddings=4096,
+        norm_topk_prob=True, dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+def save_tokenizer(directory: Path) -> None:
+    """A word-level tokenizer, without which the server does not start."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(8192)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(directory)
+
+
+def build(layers: int, device: torch.device, shard: bool) -> Any:
+    """The trainer's model, the same on every rank; under FSDP2 if `shard`."""
+    import transformers
+
+    torch.manual_seed(0)
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(config(layers), dtype=torch.bfloat16)
+    prepare_qat(model, Contract())
+    if shard:
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    return model
+
+
+def local_weights(model: Any) -> list[torch.Tensor]:
+    """This rank's part of every parameter."""
+    return [p.to_local() if hasattr(p, "to_local") else p.data for p in model.parameters()]
+
+
+@torch.no_grad()
+def step(model: Any) -> None:
+    """Change every weight."""
+    torch.manual_seed(1)
+    for weight in local_weights(model):
+        weight.mul_(1 + 0.3 * torch.rand_like(weight))
+
+
+@contextmanager
+def serve(directory: Path, devices: str, options: list[str]) -> Iterator[str]:
+    """A server with dummy weights on the given GPUs."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory),
+        "--quantization", "quads",
+        "--load-format", "dummy", "--max-model-len", "1024", "--max-num-seqs", "16",
+        "--gpu-memory-utilization", "0.35", "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m",
+        "--enforce-eager", *options,
+    ]  # fmt: skip
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": devices, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)  # torchrun's, which belong to the trainer
+    log = directory / "server.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            deadline = time.monotonic() + 300
+            while True:
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                    break
+                except OSError:
+                    if process.poll() is not None or time.monotonic() > deadline:
+                        raise RuntimeError(f"the server did not start:\n{log.read_text()[-4000:]}") from None
+                    time.sleep(0.5)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def answers(url: str) -> list[list[float]]:
+    """Greedy log-probs, which are equal if and only if the weights are."""
+    out = []
+    for prompt in PROMPTS:
+        body = {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 0, "ignore_eos": True,
+                "return_token_ids": True}  # fmt: skip
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        choice = json.load(urllib.request.urlopen(request, timeout=120))["choices"][0]
+        out.append([*map(float, choice["token_ids"]), *choice["logprobs"]["token_logprobs"]])
+    return out
+
+
+@torch.no_grad()
+def measure(model: Any, url: str | None, data: str) -> dict[str, Any]:
+    """Push A, B, B as BF16, A; check each; the reports of all. url: None on ranks without an engine."""
+    engine = None if url is None else HttpEngine(url, data)
+    sync = RolloutSync(model, engine)
+    result: dict[str, Any] = {}
+    first: Any = None
+    changed: Any = None
+    kept = [w.clone() for w in local_weights(model)]
+    for name, packed in (("A", True), ("B", True), ("B bf16", False), ("A again", True)):
+        if name == "B":
+            step(model)
+        elif name == "A again":
+            for weight, old in zip(local_weights(model), kept, strict=True):
+                weight.copy_(old)
+        report = sync.push(packed=packed)
+        if url is None:
+            continue
+        assert engine is not None
+        seconds = {k: round(v, 4) for k, v in report.seconds.items()}
+        result[name] = {"seconds": seconds, "GB": round(report.bytes / 1e9, 3), "fingerprint": report.fingerprint}
+        assert report.verified, "the report does not say that digests were compared"
+        assert engine.fingerprint() == report.fingerprint
+        scores = answers(url)
+        if name == "A":
+            first = scores
+        elif name == "B":
+            changed = scores
+            assert changed != first, "the answers did not change"
+        else:
+            assert scores == (changed if name == "B bf16" else first), (
+                f"{name}: other answers than after the first push"
+            )
+    if url is not None:
+        assert result["A"]["fingerprint"] == result["A again"]["fingerprint"] != result["B"]["fingerprint"]
+        assert result["B"]["fingerprint"] == result["B bf16"]["fingerprint"]
+    return result
+
+
+def main() -> None:
+    """Run one of the three cases and print its results as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", choices=("nccl", "ipc", "fsdp"))
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    arguments = parser.parse_args()
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    shard = arguments.case == "fsdp"
+    if torch.cuda.device_count() < 2:
+        sys.exit(f"needs two GPUs, sees {torch.cuda.device_count()}")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    if shard:
+        dist.init_process_group("nccl", device_id=device)
+    model = build(arguments.layers, device, shard)
+    parallel = ["--tensor-parallel-size", "2", "--enable-expert-parallel", "--disable-custom-all-reduce"]
+    if rank == 0:
+        with tempfile.TemporaryDirectory() as temporary:
+            directory = Path(temporary)
+            config(arguments.layers).save_pretrained(directory)
+            data = json.loads((directory / "config.json").read_text()) | {"architectures": ["Qwen3MoeForCausalLM"]}
+            (directory / "config.json").write_text(json.dumps(data))
+            save_tokenizer(directory)
+            one = arguments.case == "nccl"
+            try:
+                with serve(directory, "1" if one else "0,1", [] if one else parallel) as url:
+                    result = measure(model, url, "nccl" if one else "ipc")
+            except BaseException:
+                log = directory / "server.log"
+                print(log.read_text()[-4000:] if log.exists() else "", file=sys.stderr)
+                raise
+        text = json.dumps({arguments.case: result}, indent=1)
+        print(text)
+        if arguments.json is not None:
+            arguments.json.write_text(text)
+    else:
+        measure(model, None, "ipc")
+    if shard:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How tensors reach a worker: vLLM's own CUDA IPC and NCCL engines, whose "model" is a refit session; files; bytes."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file
+from torch import Tensor
+
+from vllm_quads.nvfp4 import RefitError
+from vllm_quads.plugin import compat
+
+TORCH_DTYPES = {
+    "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "BOOL": torch.bool,
+}  # fmt: skip
+"""Safetensors dtype names."""
+
+
+class Sink(Protocol):
+    """What vLLM's receiving engines take for the model."""
+
+    def load_weights(self, weights: Any) -> Any: ...
+
+
+class Receivers:
+    """The data planes of one worker; vLLM's engines are made when first used."""
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, sink: Sink) -> None:
+        self._arguments = (config, vllm_config, device, sink)
+        self._sink = sink
+        self._engines: dict[str, Any] = {}
+
+    def init(self, plane: str, info: Mapping[str, Any]) -> None:
+        """Prepare a plane. NCCL: `master_address`, `master_port`, `rank_offset`, `world_size`; blocks until the trainer
+        has joined. A second trainer replaces the first."""
+        if plane not in ("inline", "disk", "ipc", "nccl"):
+            raise RefitError(f"plane: is {plane!r}, expected 'inline', 'disk', 'ipc' or 'nccl'")
+        if plane == "nccl":
+            engine = self._engines.pop("nccl", None)
+            if engine is not None:
+                engine.shutdown()
+            self._engine("nccl").init_transfer_engine(compat.init_info(self._engine("nccl"), info))
+
+    def receive(self, plane: str, arguments: dict[str, Any]) -> None:
+        """Hand the tensors of one message to the sink."""
+        if plane == "inline":
+            data = arguments["data"]
+            self._sink.load_weights(list(load(base64.b64decode(data) if isinstance(data, str) else data).items()))
+        elif plane == "disk":
+            self._sink.load_weights(list(_read(Path(arguments["file"])).items()))
+        elif plane in ("ipc", "nccl"):
+            engine = self._engine(plane)
+            if plane == "ipc":
+                handles = arguments["handles"]
+                packed = isinstance(handles, Mapping)
+                # Not vLLM's pickled handles, which need VLLM_ALLOW_INSECURE_SERIALIZATION=1.
+                arguments["ipc_handles"] = _decode_each(handles) if packed else [_decode_each(h) for h in handles]
+                compat.set_ipc_packed(engine, packed)
+                arguments["packed"] = packed
+            engine.receive_weights(compat.update_info(engine, arguments))
+        else:
+            raise RefitError(f"plane: is {plane!r}, expected 'inline', 'disk', 'ipc' or 'nccl'")
+
+    def _engine(self, plane: str) -> Any:
+        if plane not in self._engines:
+            self._engines[plane] = compat.transfer_engine_class(plane)(*self._arguments)
+        return self._engines[plane]
+
+    def close(self) -> None:
+        """Release communicators and imported memory."""
+        while self._engines:
+            self._engines.popitem()[1].shutdown()
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as e:
+        raise RefitError(
+            f"{file}: cannot be read by the engine ({e}); the trainer's `directory` has to be one that both sides see"
+        ) from e
+
+
+def encode_handle(tensor: Tensor) -> list[Any]:
+    """A CUDA IPC handle of a tensor, as JSON types. The memory has to live until the receiver is done."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    _, args = reduce_tensor(tensor)
+    (_, size, stride, offset, _, dtype, device, handle, nbytes, start, _, counter, counter_offset, event, sync) = args
+    return [
+        list(size), list(stride), offset, str(dtype).removeprefix("torch."), device, _hex(handle), nbytes, start,
+        _hex(counter), counter_offset, _hex(event), sync,
+    ]  # fmt: skip
+
+
+def decode_handle(data: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments of torch's `rebuild_cuda_tensor`, as vLLM's IPC engine expects them."""
+    size, stride, offset, dtype, device, handle, nbytes, start, counter, counter_offset, event, sync = data
+    return (
+        Tensor, torch.Size(size), tuple(stride), offset, torch.storage.TypedStorage, getattr(torch, dtype), device,
+        _bytes(handle), nbytes, start, False, _bytes(counter), counter_offset, _bytes(event), sync,
+    )  # fmt: skip
+
+
+def _decode_each(handles: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
+    return {gpu: decode_handle(data) for gpu, data in handles.items()}
+
+
+def _hex(data: bytes | None) -> str | None:
+    return None if data is None else bytes(data).hex()
+
+
+def _bytes(text: str | None) -> bytes | None:
+    return None if text is None else bytes.fromhex(text)
+
+
+__all__ = ["TORCH_DTYPES", "Receivers", "Sink", "decode_handle", "encode_handle"]

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data planes that need neither a GPU nor vLLM: bytes within a message, and files."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import uuid
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save, save_file
+from torch import Tensor
+
+from vllm_quads.nvfp4 import RefitError
+from vllm_quads.refit.remote import Control
+
+_BUCKET = 256 * 2**20
+
+
+class InlinePlane:
+    """Tensors as bytes within the messages of `collective_rpc`: for engines on the CPU of this machine."""
+
+    name = "inline"
+
+    def __init__(self, bucket_bytes: int = 16 * 2**20) -> None:
+        self.bucket_bytes = bucket_bytes
+
+    def connect(self, control: Control, instance: str) -> None:
+        """Nothing to prepare."""
+
+    def send(self, control: Control, tensors: list[tuple[str, Tensor]]) -> None:
+        """Serialise and send."""
+        control.update({"op": "load", "plane": "inline", "data": save(_on_cpu(tensors))})
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class DiskPlane:
+    """Tensors as safetensors files in a directory that trainer and engine both see; each file lives for one message."""
+
+    name = "disk"
+
+    def __init__(self, directory: str | Path | None = None, bucket_bytes: int = _BUCKET) -> None:
+        """directory: None makes one below the system's temporary directory, which fits an engine on this machine."""
+        self.bucket_bytes = bucket_bytes
+        self._parent = None if directory is None else Path(directory)
+        self._directory: Path | None = None
+
+    def connect(self, control: Control, instance: str) -> None:
+        """Make the directory. Raises RefitError if that cannot be."""
+        if self._directory is not None and self._directory.is_dir():
+            return
+        try:
+            if self._parent is not None:
+                self._parent.mkdir(parents=True, exist_ok=True)
+            self._directory = Path(tempfile.mkdtemp(prefix="quads-refit-", dir=self._parent))
+            self._directory.chmod(0o755)  # the engine may run as another user
+        except OSError as e:
+            raise RefitError(f"{self._parent}: cannot hold the tensors of a refit ({e}); name another directory") from e
+
+    def send(self, control: Control, tensors: list[tuple[str, Tensor]]) -> None:
+        """Write a file, have it read, delete it."""
+        assert self._directory is not None
+        path = self._directory / f"{uuid.uuid4().hex}.safetensors"
+        try:
+            save_file(_on_cpu(tensors), path)
+            path.chmod(0o644)
+        except (OSError, SafetensorError) as e:
+            path.unlink(missing_ok=True)
+            raise RefitError(f"{path}: cannot be written ({e}); free space, or name another directory") from e
+        try:
+            control.update({"op": "load", "plane": "disk", "file": str(path)})
+        finally:
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove the directory."""
+        if self._directory is not None:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(self._directory)
+            self._directory = None
+
+
+def _on_cpu(tensors: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    # Cloned where several names share one storage, which safetensors refuses.
+    out: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors:
+        if name in out:
+            raise RefitError(f"{name}: was already sent in this push")
+        host = tensor.detach().to("cpu").contiguous()
+        pointer = host.untyped_storage().data_ptr()
+        out[name] = host.clone() if pointer in storages else host
+        storages.add(pointer)
+    return out
+
+
+__all__ = ["DiskPlane", "InlinePlane"]

@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rollout engine in other processes, driven through vLLM's weight-update life cycle.
+
+Two things vary and are objects of their own: `Control` carries small messages to the engine (a method call, an event
+loop, HTTP), `DataPlane` carries tensors to its workers (CUDA IPC, NCCL, files, bytes). `RemoteEngine` is the protocol
+between them, the same for all:
+
+    pause (drain, freeze or abort)                  no request runs while weights change
+    start_weight_update                             vLLM opens the update
+    update_weights {"op": "begin", manifest}        every worker validates
+    update_weights {"op": "load", ...}  (buckets)   every worker stages
+    update_weights {"op": "commit"}                 all workers agree, verify and switch; or none does
+    finish_weight_update, reset_prefix_cache, weight version, resume
+
+Workers do not raise: vLLM's multi-process executor stops reading answers at the first rank that fails, and hands the
+rest to the next call. They remember what went wrong, and answer when asked (`weight_transfer_engine`, "status").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vllm_quads.nvfp4 import Contract, QuantizedSet, RefitError
+from vllm_quads.refit.manifest import Manifest
+from vllm_quads.refit.report import RefitReport, RefitStatus
+
+PROTOCOL = 1
+"""Version of the messages between `RemoteEngine` and the workers; both sides must have the same."""
+WORKER = "weight_transfer_engine"
+"""Attribute of a vLLM worker that answers questions: `collective_rpc("weight_transfer_engine", args=("status",))`."""
+
+
+class InFlight(str, Enum):
+    """What happens to requests that are running when a refit begins (vLLM's pause modes)."""
+
+    WAIT = "wait"
+    """They finish with the old weights; new ones wait for the new weights."""
+    KEEP = "keep"
+    """They freeze, and go on with the new weights; their key/value cache is computed anew."""
+    ABORT = "abort"
+    """They end at once, with what they have."""
+
+
+class Control(Protocol):
+    """Small messages to an engine. Methods raise RefitError if the engine cannot be reached or refuses."""
+
+    label: str
+    """What the engine is, for messages."""
+    can_pause: bool
+    """False for an engine that runs requests only while its caller waits for them."""
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker; one result per worker."""
+
+    def init(self, info: Mapping[str, Any]) -> None:
+        """vLLM's `init_weight_transfer_engine`."""
+
+    def start(self) -> None:
+        """vLLM's `start_weight_update`."""
+
+    def update(self, info: Mapping[str, Any]) -> None:
+        """vLLM's `update_weights`."""
+
+    def finish(self) -> None:
+        """vLLM's `finish_weight_update`."""
+
+    def set_weight_version(self, version: str) -> None:
+        """Label what is generated from now on, where vLLM can (0.29 and newer)."""
+
+    def pause(self, mode: str) -> None:
+        """Stop scheduling; returns when no request is running."""
+
+    def resume(self) -> None:
+        """Go on scheduling."""
+
+    def is_paused(self) -> bool:
+        """True if scheduling is stopped."""
+
+    def require_idle(self) -> None:
+        """Raise RefitError if requests are running in an engine that cannot pause."""
+
+    def reset_prefix_cache(self, running: bool) -> bool:
+        """Forget cached key/value blocks; running: also those of frozen requests, which are computed anew."""
+
+    def sleep(self, level: int) -> None:
+        """Give GPU memory back: 1 keeps the weights in CPU memory, 2 drops them."""
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        """Take GPU memory again; scheduling goes on when all of it is there."""
+
+
+class DataPlane(Protocol):
+    """Tensors to the workers of an engine."""
+
+    name: str
+    bucket_bytes: int
+    """How much is sent with one message."""
+
+    def connect(self, control: Control, instance: str) -> None:
+        """Get ready for a push; instance changes when the engine has been started anew."""
+
+    def send(self, control: Control, tensors: list[tuple[str, Tensor]]) -> None:
+        """Deliver tensors to every worker; they may be reused when this returns."""
+
+    def close(self) -> None:
+        """Give resources back."""
+
+
+class RemoteEngine:
+    """`vllm_quads.refit.RolloutEngine` for an engine in other processes."""
+
+    def __init__(self, control: Control, plane: DataPlane, in_flight: InFlight | str = InFlight.WAIT) -> None:
+        """control, plane: see the module; in_flight: what happens to running requests."""
+        self._control = control
+        self._plane = plane
+        try:
+            self._in_flight = InFlight(in_flight)
+        except ValueError:
+            raise RefitError(f"in_flight: is {in_flight!r}, expected one of {[m.value for m in InFlight]}") from None
+        self._session: str | None = None
+        self._resume = False
+        self._asleep = 0
+        self._seconds: dict[str, float] = {}
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def contract(self) -> Contract:
+        """The contract that is serving."""
+        return self._describe().contract
+
+    def quantized(self) -> QuantizedSet:
+        """The quantized weights, by canonical name."""
+        return self._describe().quantized
+
+    def fingerprint(self) -> str:
+        """Fingerprint of the quantized weights that are serving, computed now from their bytes on every worker."""
+        return str(self._ask("fingerprint")[0]["fingerprint"])
+
+    def policy_version(self) -> int:
+        """Version given by the last committed push; 0 before the first."""
+        return self.status().policy_version
+
+    def status(self) -> RefitStatus:
+        """Whether the engine may serve, and how its refits have ended."""
+        return RefitStatus.from_json(self._status())
+
+    def _status(self) -> dict[str, Any]:
+        """The workers' statuses in one: beside those of `RefitStatus` also `open`, `owner` and `failure` of the update
+        that is open, and `instance`, which changes when the engine is started anew."""
+        statuses = self._ask("status")
+        merged = dict(statuses[0])
+        order = ("serving", "refitting", "refusing")
+        worst = max(statuses, key=lambda s: order.index(s["state"]))
+        merged["state"], merged["reason"] = worst["state"], worst["reason"]
+        failed = next(((r, s["failure"]) for r, s in enumerate(statuses) if s["failure"]), None)
+        if failed is not None:
+            merged["failure"] = failed[1] if len(statuses) == 1 else f"rank {failed[0]}: {failed[1]}"
+        versions = {s["policy_version"] for s in statuses}
+        if len(versions) > 1:
+            raise RefitError(f"{self._control.label}: its workers serve policy versions {sorted(versions)}; restart it")
+        return merged
+
+    def _describe(self) -> Manifest:
+        return Manifest.from_json(self._ask("describe")[0]["manifest"])
+
+    def _ask(self, question: str) -> list[dict[str, Any]]:
+        answers = self._control.rpc(WORKER, question)
+        for rank, answer in enumerate(answers):
+            if not isinstance(answer, Mapping) or "protocol" not in answer:
+                raise RefitError(
+                    f"{self._control.label}: its worker {rank} does not answer as QUADS does ({answer!r}); start it "
+                    f'with quantization="quads" and without another weight_transfer_config'
+                )
+            if answer["protocol"] != PROTOCOL:
+                raise RefitError(
+                    f"{self._control.label}: speaks version {answer['protocol']} of the refit protocol, this trainer "
+                    f"{PROTOCOL}; install the same vllm-quads on both sides"
+                )
+            if answer.get("error"):
+                raise RefitError(f"{self._control.label}: {answer['error']}")
+        return [dict(a) for a in answers]
+
+    # -- refit ---------------------------------------------------------------------------------------------------
+
+    def begin(self, manifest: Manifest) -> None:
+        """Pause the engine and let every worker validate a push. Raises RefitError, and then the engine goes on."""
+        self._open({"op": "begin", "manifest": manifest.to_json()})
+
+    def _open(self, message: Mapping[str, Any]) -> None:
+        """Begin an update with its first message."""
+        if self._session is not None:
+            raise RefitError("a refit is already under way; commit or abort it first")
+        start = time.perf_counter()
+        status = self._status()
+        if status["open"]:
+            raise RefitError(
+                f"{self._control.label}: another trainer's update is open since {status['open_seconds']:.0f} s; if "
+                f"that trainer is dead, call recover()"
+            )
+        self._pause()
+        self._session = uuid.uuid4().hex
+        try:
+            self._plane.connect(self._control, str(status["instance"]))
+            self._control.start()
+            self._update({**message, "owner": self._session})
+        except BaseException:
+            with contextlib.suppress(RefitError):
+                self.abort()
+            raise
+        self._seconds = {"client_begin": time.perf_counter() - start, "client_send": 0.0}
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Send tensors; one bucket travels while the next is made. Raises RefitError, and then the push is aborted."""
+        self._require_open()
+        start = time.perf_counter()
+        with ThreadPoolExecutor(1, thread_name_prefix="quads-refit") as sender:
+            under_way: Future[None] | None = None
+            try:
+                for bucket in _buckets(tensors, self._plane.bucket_bytes):
+                    if bucket[0][1].is_cuda:  # the sender uses streams of its own
+                        torch.cuda.current_stream(bucket[0][1].device).synchronize()
+                    if under_way is not None:
+                        under_way.result()
+                    under_way = sender.submit(self._send, bucket)
+                if under_way is not None:
+                    under_way.result()
+            except BaseException:
+                if under_way is not None:
+                    with contextlib.suppress(Exception):
+                        under_way.result()
+                with contextlib.suppress(RefitError):
+                    self.abort()
+                raise
+        self._seconds["client_send"] += time.perf_counter() - start
+
+    def _send(self, bucket: list[tuple[str, Tensor]]) -> None:
+        self._plane.send(self._control, bucket)
+        self._check()
+
+    def commit(self, digests: Mapping[str, int] | None = None) -> RefitReport:
+        """Let all workers switch to the new weights, or raise RefitError and say what serves."""
+        self._require_open()
+        start = time.perf_counter()
+        message: dict[str, Any] = {"op": "commit"}
+        if digests is not None:
+            message["digests"] = {name: int(value) for name, value in digests.items()}
+        status = self._update(message)
+        report = RefitReport.from_json(status["report"])
+        self._close()
+        self._control.set_weight_version(str(report.policy_version))
+        # vLLM does not do this by itself: cached key/value blocks belong to the old weights.
+        if not self._control.reset_prefix_cache(self._in_flight is InFlight.KEEP):
+            raise RefitError(
+                f"{self._control.label}: serves policy version {report.policy_version}, but vLLM refused to reset its "
+                f"prefix cache, so it stays paused; reset the cache and resume it"
+            )
+        self._go_on()
+        return report.with_seconds(**self._seconds, client_commit=time.perf_counter() - start)
+
+    def abort(self) -> None:
+        """Give the push up; the previous weights serve on. Raises RefitError if nothing serves any more."""
+        if self._session is not None:
+            self._drop()
+
+    def recover(self) -> None:
+        """Give up the update that a dead trainer has left open, and let the engine go on.
+
+        Raises RefitError if the engine holds no usable weights; push again then.
+        """
+        self._resume = self._control.can_pause and self._asleep == 0
+        self._drop(force=True)
+
+    def _drop(self, *, force: bool = False) -> None:
+        mine, self._session = self._session, None
+        status = self._status()
+        if status["open"] and (force or status["owner"] in (None, mine)):
+            self._control.update({"op": "abort"})
+            status = self._status()  # also tells the workers that their failure has been read
+            self._control.finish()
+        if status["state"] == "refusing":
+            raise RefitError(
+                f"{self._control.label}: refuses to serve until a refit succeeds ({status['reason']}); it stays paused"
+            )
+        self._go_on()
+
+    def _update(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        self._control.update(message)
+        return self._check()
+
+    def _check(self) -> dict[str, Any]:
+        """The workers' status. Raises RefitError with the reason of the first that has failed, after an abort."""
+        status = self._status()
+        if status["failure"] is None:
+            return status
+        serves = "the engine refuses to serve until a refit succeeds"
+        try:
+            self.abort()
+            serves = "the previous weights keep serving"
+        except RefitError:
+            pass
+        failure = str(status["failure"])
+        raise RefitError(failure if "keep serving" in failure or "refus" in failure else f"{failure}; {serves}")
+
+    def _close(self) -> None:
+        self._session = None
+        self._control.finish()
+
+    def _require_open(self) -> None:
+        if self._session is None:
+            raise RefitError("no refit is under way; call begin(manifest) first")
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def _pause(self) -> None:
+        self._resume = False
+        if not self._control.can_pause:
+            self._control.require_idle()
+        elif self._asleep == 0 and not self._control.is_paused():
+            try:
+                self._control.pause(self._in_flight.value)
+            except BaseException:
+                with contextlib.suppress(RefitError):
+                    self._control.resume()
+                raise
+            self._resume = True
+
+    def _go_on(self) -> None:
+        """Resume what `_pause` has stopped; wake the rest of an engine that was waiting for weights."""
+        if self._asleep == 2:
+            self._asleep = 0
+            self._control.wake_up(["kv_cache"])
+        elif self._resume:
+            self._control.resume()
+        self._resume = False
+
+    # -- sleep ---------------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the engine's GPU memory back while the trainer works.
+
+        level 1: weights move to CPU memory. level 2: they are dropped; from then on the engine refuses to serve until
+        the next push has committed. The engine must have been started with `enable_sleep_mode=True`; on a CPU vLLM
+        ignores the call.
+        """
+        if level not in (1, 2):
+            raise RefitError(f"level: is {level!r}, expected 1 (weights to CPU memory) or 2 (weights dropped)")
+        if self._session is not None:
+            raise RefitError("a refit is under way; commit or abort it before the engine sleeps")
+        if level == 2:
+            self._ask("before_sleep")
+        self._control.sleep(level)
+        self._asleep = level
+
+    def wake_up(self) -> None:
+        """Take the memory again. After level 2 only the weights' memory comes back; `push`, then requests run."""
+        if self._asleep == 2:
+            self._control.wake_up(["weights"])
+            return
+        self._asleep = 0
+        self._control.wake_up(None)
+
+    def close(self) -> None:
+        """Give the data plane's resources back."""
+        self._plane.close()
+
+
+def _buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+__all__ = ["PROTOCOL", "WORKER", "Control", "DataPlane", "InFlight", "RemoteEngine"]
