@@ -7,6 +7,7 @@ import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,15 @@ from typer.testing import CliRunner
 
 from vllm_quads.bench import SHAPES, MissingEnvironment, MoEShape, Result, Series, environment, floors, shape_named
 from vllm_quads.bench import serve as serving
-from vllm_quads.bench.engines import ENGINES, MODELOPT_NVFP4, engine_named, kv_bytes_per_token, model_config
+from vllm_quads.bench.engines import (
+    ENGINES,
+    MODELOPT_NVFP4,
+    engine_named,
+    groups_that_fit,
+    kv_bytes_per_token,
+    model_config,
+    weight_gib,
+)
 from vllm_quads.bench.layers import DEFAULT, PLAIN, QUARTER, RandomLayer, relative_error, uniform_inputs
 from vllm_quads.bench.plot import plot
 from vllm_quads.bench.random_weights import random_checkpoint
@@ -432,6 +441,8 @@ def test_one_engine_s_failure_costs_no_other_its_numbers(
     fake.write_text(FAKE_WORKER)
     monkeypatch.setattr(serving, "WORKER", (str(fake),))
     monkeypatch.setattr(environment, "require", lambda **_: None)
+    card = SimpleNamespace(total_memory=140 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: card)
     steps: list[tuple[int, int]] = []
     options = serving.ServeOptions(layers=4, repeats=2, sequences=(16, 64), together=together)
     result = serving.run_serve(options, lambda done, total, _: steps.append((done, total)))
@@ -449,6 +460,25 @@ def test_one_engine_s_failure_costs_no_other_its_numbers(
     assert memory["kernels"] == ["Using 'MARLIN' NvFp4 MoE backend"]
     assert all(d <= t for d, t in steps)
     assert Result.from_dict(json.loads(json.dumps(result.to_dict()))).xs() == [16, 64]
+
+
+def test_engines_share_a_card_as_far_as_they_fit() -> None:
+    """On an H200 three quantized engines of 48 layers fit together, and BF16 gets a turn of its own."""
+    names = ["bf16", "fp8-block", "marlin", "quads"]
+    assert groups_that_fit(names, 48, 14.0, 0.9 * 139.8) == [["marlin", "quads", "fp8-block"], ["bf16"]]
+    assert len(groups_that_fit(names, 2, 14.0, 0.9 * 139.8)) == 1
+    sizes = [round(weight_gib(ENGINES[n], 48)) for n in names]
+    assert sizes == [57, 29, 17, 18]
+
+
+def test_experts_are_counted_per_step_and_layer() -> None:
+    """Distinct experts over the sequences of one decode step in one layer, averaged; the prompt does not count."""
+    from vllm_quads.bench.serve_worker import experts_hit
+
+    prompt = [[[0, 1], [2, 3]]]
+    routed = ([*prompt, [[0, 1], [2, 3]], [[0, 1], [4, 5]]], [*prompt, [[1, 2], [2, 3]], [[0, 1], [6, 7]]])
+    outputs = [SimpleNamespace(outputs=[SimpleNamespace(routed_experts=r)]) for r in routed]
+    assert experts_hit(outputs, prompt=1) == (3 + 2 + 2 + 4) / 4
 
 
 def test_no_engine_at_all_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

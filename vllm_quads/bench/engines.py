@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,40 @@ def write_model(directory: Path, engine: Engine, layers: int) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(model_config(engine, layers), indent=1))
     return directory
+
+
+def weight_gib(engine: Engine, layers: int) -> float:
+    """About how much memory the weights take, in GiB: enough to plan which engines fit on a card together."""
+    c = QWEN3_30B_A3B
+    hidden, head = int(c["hidden_size"]), int(c["head_dim"])
+    attention = hidden * head * 2 * (int(c["num_attention_heads"]) + int(c["num_key_value_heads"]))
+    experts = int(c["num_experts"]) * 3 * hidden * int(c["moe_intermediate_size"])
+    bits = {"bf16": (16.0, 16.0), "fp8-block": (8.0, 8.0), "nvfp4": (4.5, 4.5)}[engine.form]
+    if engine.arguments.get("quantization") == "fp8":
+        bits = (8.0, 8.0)
+    elif engine.arguments.get("quantization") == "quads":
+        bits = (16.0, 4.5)
+    embeddings = 2 * 16.0 * int(c["vocab_size"]) * hidden
+    return (layers * (attention * bits[0] + experts * bits[1]) + embeddings) / 8 / 2**30
+
+
+def groups_that_fit(names: Sequence[str], layers: int, each_gib: float, card_gib: float) -> list[list[str]]:
+    """Engines that can be on the card together, the smallest first (so that QUADS and FP8 come to share a group).
+
+    `each_gib` is what an engine needs beside its weights.
+    """
+    groups: list[list[str]] = []
+    free: list[float] = []
+    for name in sorted(names, key=lambda n: weight_gib(engine_named(n), layers)):
+        need = weight_gib(engine_named(name), layers) + each_gib
+        place = next((i for i, room in enumerate(free) if room >= need), None)
+        if place is None:
+            groups.append([])
+            free.append(card_gib)
+            place = len(free) - 1
+        groups[place].append(name)
+        free[place] -= need
+    return groups
 
 
 def kv_bytes_per_token(layers: int) -> int:

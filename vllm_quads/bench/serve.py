@@ -21,8 +21,18 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 from vllm_quads.bench import environment
-from vllm_quads.bench.engines import BASELINE, DEFAULT_ENGINES, Engine, engine_named, kv_bytes_per_token, write_model
+from vllm_quads.bench.engines import (
+    BASELINE,
+    DEFAULT_ENGINES,
+    Engine,
+    engine_named,
+    groups_that_fit,
+    kv_bytes_per_token,
+    write_model,
+)
 from vllm_quads.bench.result import Result, Series
 from vllm_quads.nvfp4.errors import QuadsError
 
@@ -32,6 +42,8 @@ ROUTINGS = {
 }
 WEIGHTS = {"dummy": "vLLM's dummy loader", "random": "N(0, 0.02²), generated while loading"}
 UTILIZATION = 0.9
+_BESIDE_GIB = 6.0
+"""Room for activations, CUDA graphs, and what loading needs for a while, of each engine."""
 WORKER = ("-m", "vllm_quads.bench.serve_worker")
 Progress = Callable[[int, int, str], None]
 
@@ -107,12 +119,16 @@ def run_serve(options: ServeOptions | None = None, progress: Progress = lambda *
     with tempfile.TemporaryDirectory() as directory:
         if options.count_experts:
             run.count_experts(Path(directory))
-        if options.together:
-            run.measure(options.engines, Path(directory))
-        else:
-            for name in options.engines:
-                run.measure((name,), Path(directory))
+        for group in _groups(options):
+            run.measure(group, Path(directory))
     return run.result()
+
+
+def _groups(options: ServeOptions) -> list[list[str]]:
+    if not options.together:
+        return [[name] for name in options.engines]
+    card = torch.cuda.get_device_properties(0).total_memory / 2**30
+    return groups_that_fit(options.engines, options.layers, options.kv_gib + _BESIDE_GIB, UTILIZATION * card)
 
 
 class _Run:
@@ -216,7 +232,9 @@ class _Run:
             "weights": f"{o.load}: {WEIGHTS[o.load]}",
             "temperature": 1.0,
             "best_of": o.repeats,
-            "order": "all engines on the card, generating in turn" if o.together else "one engine after the other",
+            "order": "as many engines as fit on the card side by side, generating in turn"
+            if o.together
+            else "one engine after the other",
             "options": engine_options(o),
             "baseline": engine_named(BASELINE).label,
         }

@@ -62,8 +62,7 @@ def start(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         seed=0,
-        **request["options"],
-        **request["arguments"],
+        **{**request["options"], **request["arguments"]},
     )
     return llm, {"start_s": round(time.perf_counter() - begin, 1)}
 

@@ -133,7 +133,8 @@ def serve(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the best counts.")] = 3,
     together: Annotated[
-        bool, typer.Option("--together", help="Start the engines side by side, and let them generate in turn.")
+        bool,
+        typer.Option("--together", help="Start as many engines as fit side by side; they generate in turn."),
     ] = False,
     kv_gib: Annotated[float, typer.Option(min=0.1, help="KV cache of each engine with --together.")] = 10.0,
     timeout: Annotated[
