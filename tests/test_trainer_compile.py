@@ -64,7 +64,7 @@ def test_saturation_mask() -> None:
 
 def test_switching_off_reaches_the_compiled_model() -> None:
     """qat_disabled on a compiled model computes with plain weights, and back."""
-    model = qwen3("grouped_mm", dtype=torch.float32)
+    model = qwen3("grouped_mm")
     plain = model(tokens(), labels=tokens()).loss
     prepare_qat(model, ALL_LINEARS)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
