@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -14,11 +14,13 @@ from vllm_quads.nvfp4 import (
     QuantizedSet,
     RefitError,
     canonical_name,
+    expand,
     fingerprint,
     packed_digest,
     scale_group,
     weight_amax,
 )
+from vllm_quads.nvfp4.names import is_expert_stack
 from vllm_quads.refit import Manifest, RefitReport
 
 
@@ -36,7 +38,6 @@ class FakeEngine:
         """Tensors after which `load` fails."""
         self.corrupt = False
         """Flip a bit of what arrives."""
-        self.most_at_once = 0
 
     def contract(self) -> Contract:
         """Contract it was started with."""
@@ -52,21 +53,43 @@ class FakeEngine:
 
     def fingerprint(self) -> str:
         """Fingerprint of the serving weights."""
-        return self._fingerprint(self.serving) if self.serving else fingerprint({})
+        packed = self.packed()
+        return fingerprint({name: int(packed_digest(p)) for name, p in packed.items()})
 
-    def _fingerprint(self, tensors: dict[str, Tensor]) -> str:
-        digests = {}
-        disk = {canonical_name(n): n.removesuffix(".weight") for n in tensors if n.endswith(".weight")}
-        for name in self._quantized.shapes:
-            module = disk[name]
-            codes = tensors[f"{module}.weight"]
-            if codes.dtype == torch.bfloat16:
-                siblings = [tensors[f"{disk[s]}.weight"] for s in disk if scale_group(s) == scale_group(name)]
-                packed = PackedTensor.quantize(codes, amax=torch.stack([weight_amax(s) for s in siblings]).amax())
-            else:
-                packed = PackedTensor(codes, tensors[f"{module}.weight_scale"], tensors[f"{module}.weight_scale_2"])
-            digests[name] = int(packed_digest(packed))
-        return fingerprint(digests)
+    def packed(self) -> dict[str, PackedTensor]:
+        """Every quantized matrix that serves, by canonical name."""
+        out: dict[str, PackedTensor] = {}
+        plain: dict[str, Tensor] = {}
+        for name, tensor in self.serving.items():
+            module = canonical_name(name)
+            if not any(n in self._quantized for n in (module, *self._members(module, tensor))):
+                continue
+            if tensor.dtype == torch.uint8:
+                module_on_wire = name.removesuffix(".weight")
+                scales = self.serving[f"{module_on_wire}.weight_scale"]
+                decode = self.serving[f"{module_on_wire}.weight_scale_2"]
+                parts = self._matrices(module, tensor), self._matrices(module, scales)
+                for i, n in enumerate(parts[0]):
+                    out[n] = PackedTensor(parts[0][n], parts[1][n], decode.flatten()[i], n)
+            elif not name.endswith(("_scale", "_scale_2")):
+                plain |= self._matrices(module, tensor)
+        groups: dict[str, list[Tensor]] = {}
+        for n, t in plain.items():
+            groups.setdefault(scale_group(n), []).append(weight_amax(t))
+        for n, t in plain.items():
+            out[n] = PackedTensor.quantize(t, amax=torch.stack(groups[scale_group(n)]).amax(), name=n)
+        return out
+
+    @staticmethod
+    def _members(module: str, tensor: Tensor) -> list[str]:
+        return expand(module, tensor.shape[0]) if is_expert_stack(module) and tensor.dim() == 3 else [module]
+
+    def _matrices(self, module: str, tensor: Tensor) -> dict[str, Tensor]:
+        names = self._members(module, tensor)
+        if len(names) == 1:
+            return {module: tensor}
+        rows = tensor.shape[0] * tensor.shape[1] // len(names)
+        return dict(zip(names, tensor.reshape(len(names), rows, -1), strict=True))
 
     def begin(self, manifest: Manifest) -> None:
         """Stage nothing yet."""
@@ -85,8 +108,8 @@ class FakeEngine:
                 raise RefitError(f"{name}: is {tensor.dtype} {tuple(tensor.shape)}, announced was {spec}")
             self.staged[name] = tensor.clone()
 
-    def commit(self) -> RefitReport:
-        """Swap."""
+    def commit(self, digests: Mapping[str, int] | None = None) -> RefitReport:
+        """Swap, and believe anything: the trainer looks at the fingerprint too."""
         self.calls.append("commit")
         assert self.manifest is not None
         missing = sorted(set(self.manifest.tensors) - set(self.staged))
@@ -94,7 +117,7 @@ class FakeEngine:
             raise RefitError(f"{missing[0]}: was announced but not sent")
         if self.corrupt:
             name = next(n for n, t in self.staged.items() if t.dtype == torch.uint8)
-            self.staged[name][0, 0] ^= 1
+            self.staged[name].view(-1)[0] ^= 1
         self.serving, self.staged = self.staged, {}
         self.version = self.manifest.policy_version
         size = sum(t.nbytes for t in self.serving.values())

@@ -341,8 +341,8 @@ def test_engine_protocol_errors(serving: Any, other: Path, expected: Any) -> Non
 
 
 def test_requests_added_during_a_refit(serving: Any, other: Path, expected: Any) -> None:
-    """A request that arrives during a refit is answered by one policy: by the new one if nothing of it was computed, else
-    the refit does not happen."""
+    """A request that arrives during a refit is answered by one policy: by the new one if nothing of it was computed,
+    else the refit does not happen."""
     from vllm import SamplingParams
 
     def finish(llm: Any) -> list[float]:
@@ -363,8 +363,8 @@ def test_requests_added_during_a_refit(serving: Any, other: Path, expected: Any)
     before = scores(serving)
     serving.llm_engine.add_request("later", {"prompt_token_ids": [3, 4, 5]}, params)
     assert finish(serving) == late
+    serving.llm_engine.add_request("early", {"prompt_token_ids": [3, 4, 5]}, params)
     with pytest.raises(RefitError, match="has unfinished requests"):
-        serving.llm_engine.add_request("early", {"prompt_token_ids": [3, 4, 5]}, params)
         engine.begin(manifest(serving, tensors, expected[other][1]))
     finish(serving)
     engine.begin(manifest(serving, tensors, expected[other][1]))

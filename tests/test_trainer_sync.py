@@ -18,6 +18,7 @@ from vllm_quads.nvfp4 import (
     QuantizedSet,
     RefitError,
     WeightGlobalScale,
+    canonical_name,
 )
 
 
@@ -30,24 +31,33 @@ def pair(model: nn.Module, contract: Contract = ALL_LINEARS) -> tuple[RolloutSyn
 
 @pytest.mark.parametrize("make", [qwen3, mixtral, deepseek, PerExpertModel])
 def test_engine_receives_the_exported_checkpoint(make: object, tmp_path: object) -> None:
-    """A push sends the tensors of the exported checkpoint, name by name and bit by bit; fingerprints agree."""
+    """A push brings what the exported checkpoint holds, tensor by tensor and bit by bit, in far fewer messages where
+    experts are stacked; fingerprints agree."""
     model = make()  # type: ignore[operator]
     contract = Contract() if make in (deepseek, PerExpertModel) else ALL_LINEARS
     sync, engine = pair(model, contract)
     report = sync.push()
     assert report.policy_version == 1
     assert report.fingerprint == engine.fingerprint() == sync.payload.fingerprint()
-    assert {"trainer_fingerprint", "trainer_total", "commit"} <= report.seconds.keys()
+    assert {"trainer_check", "trainer_total", "commit"} <= report.seconds.keys()
     if make is PerExpertModel:
         return
     from safetensors.torch import load_file
 
     assert export_checkpoint(model, f"{tmp_path}/out").fingerprint == report.fingerprint
     saved = load_file(f"{tmp_path}/out/model.safetensors")
-    assert saved.keys() == engine.serving.keys()
+    received = dict(engine.serving)
+    for name, packed in engine.packed().items():
+        module = next(n for n in saved if canonical_name(n) == name).removesuffix(".weight")
+        received |= {
+            f"{module}.weight": packed.codes,
+            f"{module}.weight_scale": packed.block_scales,
+            f"{module}.weight_scale_2": packed.decode_scale,
+        }
     for name, tensor in saved.items():
-        same = tensor.reshape(-1).view(torch.uint8), engine.serving[name].reshape(-1).view(torch.uint8)
+        same = tensor.reshape(-1).view(torch.uint8), received[name].reshape(-1).view(torch.uint8)
         assert torch.equal(*same), name
+    assert len(engine.serving) < 0.6 * len(saved)
 
 
 def test_bf16_push_gives_the_same_bytes() -> None:
@@ -68,7 +78,7 @@ def test_versions_and_sensitivities_travel() -> None:
     sync.push(7, {"model.layers.0.mlp.experts.w13": 0.5})
     assert engine.policy_version() == 7
     assert engine.manifest is not None
-    assert engine.manifest.compensation["model.layers.0.mlp.experts.w13"].item() == 0.5
+    assert engine.manifest.compensation == {"model.layers.0.mlp.experts.w13": 0.5}
 
 
 def test_identical_pushes_are_identical_and_updates_are_not() -> None:
@@ -95,8 +105,8 @@ def test_interrupted_push_leaves_the_previous_weights() -> None:
     serving = engine.serving
     with torch.no_grad():
         model.model.layers[1].mlp.experts.down_proj.mul_(1.5)
-    engine.fail_after = 40
-    with pytest.raises(RefitError, match=r"version 2 failed after model\.layers\.\d.*connection lost.*keep serving"):
+    engine.fail_after = 20
+    with pytest.raises(RefitError, match=r"version 2 failed after model\.layers\.\d.*connection lost.*status"):
         sync.push()
     assert engine.calls[-3:] == ["begin", "load", "abort"]
     assert engine.serving is serving
@@ -150,12 +160,12 @@ def test_frozen_scales_are_pushed() -> None:
     contract = Contract(weight_global_scale=WeightGlobalScale.FROZEN)
     sync, engine = pair(model, contract)
     sync.push()
-    name = "model.layers.0.mlp.experts.1.down_proj.weight_scale_2"
+    name = "model.layers.0.mlp.experts.down_proj.weight_scale_2"
     scale = engine.serving[name].clone()
     with torch.no_grad():
         model.model.layers[0].mlp.experts.down_proj[1, 0, 0] = 50.0
     sync.push()
-    assert engine.serving[name] == scale
+    assert torch.equal(engine.serving[name], scale)
     with pytest.raises(ContractError, match="frozen"):
         sync.push(packed=False)
 

@@ -92,7 +92,8 @@ class Payload:
                     raise ContractError(f"{weight.name}: is quantized, but {weight.problem}")
                 self._weights[weight.parameter] = weight
                 self._groups.setdefault(scale_group(weight.name), []).append(weight)
-        self._frozen = frozen_amax(model)
+        self.frozen = frozen_amax(model)
+        """Stack or weight -> amax float32 that its global scale is taken from, where that is not the weight's own."""
         _check_tying(self.model)
 
     @property
@@ -103,6 +104,24 @@ class Payload:
             isinstance(p, DTensor) for p in self.model.parameters()
         )
 
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter that is sent, by its name in the model."""
+        for name, parameter in self.model.named_parameters():
+            if not self._adapters.adds(name):
+                yield name, parameter
+
+    def weight(self, name: str) -> Weight | None:
+        """The quantized weight that a parameter is, or None."""
+        return self._weights.get(name)
+
+    def weights(self) -> Iterator[Weight]:
+        """The quantized weights."""
+        yield from self._weights.values()
+
+    def merged(self, name: str, full: Tensor) -> Tensor:
+        """A whole parameter, with what adapters add to it."""
+        return self._adapters.merged(name, full)
+
     def items(self, *, packed: bool = True, quantized_only: bool = False) -> Iterator[Item]:
         """Every weight, layer by layer; with packed=False quantized weights come as BF16."""
         with torch.no_grad():
@@ -110,9 +129,9 @@ class Payload:
                 weight = self._weights.get(name)
                 if self._adapters.adds(name) or (weight is None and quantized_only):
                     continue
-                full = self._adapters.merged(name, _full(parameter))
+                full = self._adapters.merged(name, full_tensor(parameter))
                 amax = self._amax(weight, full) if weight is not None and packed else {}
-                for disk, tensor in self._convert(name, full).items():
+                for disk, tensor in self.convert(name, full).items():
                     canonical = canonical_name(disk)
                     if canonical not in self.quantized:
                         yield Item(disk, _plain(tensor), False)
@@ -122,8 +141,8 @@ class Payload:
                     else:
                         yield Item(disk, tensor.to(torch.bfloat16).contiguous(), True)
             if not quantized_only:
-                for name, buffer in self._buffers():
-                    for disk, tensor in self._convert(name, _full(buffer)).items():
+                for name, buffer in self.buffers():
+                    for disk, tensor in self.convert(name, full_tensor(buffer)).items():
                         yield Item(disk, tensor.contiguous(), False)
 
     def specs(self, *, packed: bool = True) -> dict[str, TensorSpec]:
@@ -137,7 +156,7 @@ class Payload:
             if self._adapters.adds(name):
                 continue
             meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-            for disk, tensor in self._convert(name, meta).items():
+            for disk, tensor in self.convert(name, meta).items():
                 canonical = canonical_name(disk)
                 shape = tuple(tensor.shape)
                 if canonical not in self.quantized:
@@ -156,9 +175,9 @@ class Payload:
                 f"{missing[0]}: is quantized, but transformers does not save it as a tensor of its own "
                 f"({len(missing)} such matrices); this model family is not supported"
             )
-        for name, buffer in self._buffers():
+        for name, buffer in self.buffers():
             meta = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
-            specs |= {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in self._convert(name, meta).items()}
+            specs |= {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in self.convert(name, meta).items()}
         return specs
 
     def fingerprint(self) -> str:
@@ -173,22 +192,22 @@ class Payload:
         """amax, float32 scalar, of each scale group that has a matrix in this parameter."""
         groups = list(dict.fromkeys(scale_group(name) for name in weight.matrices))
         if full.dim() == 3:
-            amax = self._frozen.get(weight.name)
+            amax = self.frozen.get(weight.name)
             amax = full_amax(full, weight.name) if amax is None else amax.to(full.device)
             return dict(zip(groups, amax.unbind(), strict=True))
-        frozen = self._frozen.get(weight.name)
+        frozen = self.frozen.get(weight.name)
         if frozen is not None:
             return {groups[0]: frozen.to(full.device)}
         return {groups[0]: shared_amax([w.tensor for w in self._groups[groups[0]]], weight.name)}
 
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Buffers that a state dict holds."""
         for path, module in self.model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:
                     yield f"{path}.{name}" if path else name, buffer
 
-    def _convert(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    def convert(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Checkpoint names and tensors of one parameter."""
         name = Adapters.plain_name(_INNER_WRAPPERS.sub("", name))
         if not hasattr(self.model, "save_pretrained"):
@@ -225,13 +244,18 @@ def _check_tying(model: nn.Module) -> None:
         )
 
 
-def _full(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded; a collective of all ranks if it is."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def plain_dtype(tensor: Tensor) -> torch.dtype:
     """FP32 master weights are served in BF16; other dtypes stay."""
-    return tensor.to(torch.bfloat16).contiguous() if tensor.dtype == torch.float32 else tensor.contiguous()
+    return torch.bfloat16 if tensor.dtype == torch.float32 else tensor.dtype
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.to(plain_dtype(tensor)).contiguous()
 
 
 def _packed_specs(disk: str, shape: tuple[int, ...]) -> dict[str, TensorSpec]:

@@ -53,6 +53,14 @@ class Ranks:
         other = next((f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None), None)
         return kind(f"{what} failed on {other}") if error is None and other is not None else error
 
+    def any_of(self, value: _T | None) -> _T | None:
+        """The value of the first rank that has one. A collective."""
+        if not self.sharded:
+            return value
+        values: list[_T | None] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(values, value, group=self.group)
+        return next((v for v in values if v is not None), None)
+
     def share(self, value: _T) -> _T:
         """The leading rank's value, on all of them. A collective."""
         if not self.sharded:

@@ -2,23 +2,22 @@
 """Push the trainer's weights into a running rollout engine, and prove that they arrived.
 
 The engine is anything that `vllm_quads.refit.as_engine` accepts; this package does not know vLLM. Contract and tensor
-set are compared before a byte moves, the fingerprints of the packed weights after.
+set are compared before a byte moves, digests of the packed weights before they serve.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from trainer_qat.payload import Item, Payload
-from trainer_qat.ranks import Ranks
+from trainer_qat.payload import Payload
+from trainer_qat.push_stream import PushStream
+from trainer_qat.ranks import Ranks, drain
 from vllm_quads.nvfp4 import (
     Contract,
     ContractError,
@@ -28,7 +27,7 @@ from vllm_quads.nvfp4 import (
     WeightGlobalScale,
     first_difference,
 )
-from vllm_quads.refit import Manifest, RefitReport, RolloutEngine, as_engine
+from vllm_quads.refit import Manifest, RefitReport, Rollback, RolloutEngine, TensorSpec, as_engine
 
 
 class RolloutSync:
@@ -77,99 +76,107 @@ class RolloutSync:
         sensitivities: Mapping[str, float] | None = None,
         *,
         packed: bool = True,
+        rollback: Rollback | str = Rollback.HOST,
+        verify: bool = True,
     ) -> RefitReport:
-        """Send all weights and swap them in; either all of them serve afterwards, or the previous ones still do.
+        """Send all weights; afterwards they serve, or the previous ones still do, or the engine refuses to serve.
 
         Args:
-            policy_version: None counts on from the engine's version.
+            policy_version: None counts on from the engine's version; a version that is not newer is refused.
             sensitivities: see `trainer_qat.sensitivities`; the engine spends its compensation budget by them.
             packed: send quantized weights in NVFP4 (28 % of the BF16 bytes); with False the engine quantizes BF16
                 weights itself, with the same result.
+            rollback: what a failure after the first written layer leaves: "host" keeps the previous weights serving,
+                for a copy of the packed model in host memory; "none" leaves an engine that refuses until the next push.
+            verify: digest the weights here as well and let the engine compare, unit by unit.
 
         Returns:
             The engine's report, with the trainer's own phases added to its seconds.
 
         Raises:
-            MismatchError: contract, tensor set or fingerprint differ.
-            RefitError: the engine refused or failed; the previous weights keep serving.
-            FormatError: a weight holds NaN or Inf, naming it.
+            MismatchError: contract or tensor set differ.
+            RefitError: the engine refused or failed; the message says what serves now.
+            FormatError: a weight holds NaN or Inf, naming it; the engine has heard nothing.
             ContractError: a sensitivity is not a finite number of at least 0, or the version is not an integer.
         """
         start = time.perf_counter()
-        scale = self.payload.contract.weight_global_scale
-        if not packed and scale is not WeightGlobalScale.LIVE:
-            raise ContractError(f"packed=False: an engine cannot know {scale.value} scales; push packed weights")
-        fingerprint = self.payload.fingerprint()
-        fingerprinted = time.perf_counter()
+        if not packed and self.payload.contract.weight_global_scale is not WeightGlobalScale.LIVE:
+            raise ContractError("packed=False: an engine cannot know frozen scales; push packed weights")
+        stream = PushStream(self.payload, packed=packed, digest=verify)
+        tensors = self._progressing(stream.tensors()) if self.engine is not None else stream.follow()
+        ranks = Ranks.of(self.payload.model)
         report: RefitReport | None = None
         error: BaseException | None = None
-        stream = self._stream(packed)
+        checked = start
         try:
             _check_version(policy_version)
             compensation = _checked_sensitivities({} if sensitivities is None else sensitivities)
+            stream.check()
+            checked = time.perf_counter()
             if self.engine is not None:
-                manifest = self._manifest(self.engine, fingerprint, policy_version, compensation, packed)
-                report = self._transfer(self.engine, manifest, stream)
+                manifest = self._manifest(self.engine, stream.specs(), policy_version, compensation, rollback)
+                report = self._transfer(self.engine, manifest, stream, tensors)
         except BaseException as e:
             error = e
         if self.payload.sharded:
             with contextlib.suppress(QuadsError):  # other ranks wait in a gather until this one has seen everything
-                for _ in stream:
-                    pass
-            error = Ranks.of(self.payload.model).agree(error, "the push", RefitError)
-        stream.close()
+                drain(tensors)
+            error = ranks.agree(error, "the push", RefitError)
+        tensors.close()
         if error is not None:
             raise error
+        report = ranks.any_of(report)
         if report is None:
-            return RefitReport(policy_version or 0, fingerprint, 0, 0, {})
-        seconds = {"fingerprint": fingerprinted - start, "total": time.perf_counter() - start}
-        return dataclasses.replace(
-            report, seconds={**report.seconds, **{f"trainer_{k}": v for k, v in seconds.items()}}
-        )
+            return RefitReport(policy_version or 0, "", 0, 0, {})
+        seconds = {"check": checked - start, "total": time.perf_counter() - start}
+        return report.with_seconds(**{f"trainer_{k}": v for k, v in seconds.items()})
 
     def _manifest(
         self,
         engine: RolloutEngine,
-        fingerprint: str,
+        specs: Mapping[str, TensorSpec],
         version: int | None,
-        compensation: Mapping[str, Tensor],
-        packed: bool,
+        compensation: Mapping[str, float],
+        rollback: Rollback | str,
     ) -> Manifest:
         self._check(engine)
         return Manifest(
             contract=self.payload.contract,
             quantized=self.payload.quantized,
-            tensors=self.payload.specs(packed=packed),
-            fingerprint=fingerprint,
+            tensors=specs,
             policy_version=engine.policy_version() + 1 if version is None else version,
             compensation=compensation,
+            rollback=Rollback(rollback),
         )
 
-    def _transfer(self, engine: RolloutEngine, manifest: Manifest, stream: Iterator[tuple[str, Tensor]]) -> RefitReport:
+    def _transfer(
+        self, engine: RolloutEngine, manifest: Manifest, stream: PushStream, tensors: Iterator[tuple[str, Tensor]]
+    ) -> RefitReport:
         last = "(nothing yet)"
 
         def watched() -> Iterator[tuple[str, Tensor]]:
             nonlocal last
-            for name, tensor in stream:
+            for name, tensor in tensors:
                 last = name
                 yield name, tensor
 
         try:
             engine.begin(manifest)
             engine.load(watched())
-            report = engine.commit()
+            report = engine.commit(stream.digests())
         except BaseException as e:
             self._abort(engine, e)
             if isinstance(e, QuadsError) or not isinstance(e, Exception):
                 raise
             raise RefitError(
                 f"push of policy version {manifest.policy_version} failed after {last}: {type(e).__name__}: {e}; "
-                f"the previous weights keep serving"
+                f"ask the engine's status() for what serves"
             ) from e
-        if report.fingerprint != manifest.fingerprint:
+        sent = stream.fingerprint()
+        if sent is not None and report.fingerprint != sent:
             raise MismatchError(
                 f"policy version {manifest.policy_version}: the engine serves weights with fingerprint "
-                f"{report.fingerprint}, the trainer sent {manifest.fingerprint}; do not use its rollouts"
+                f"{report.fingerprint}, the trainer sent {sent}; do not use its rollouts"
             )
         return report
 
@@ -183,11 +190,11 @@ class RolloutSync:
                 f"in an unknown state"
             ) from cause
 
-    def _stream(self, packed: bool) -> Generator[tuple[str, Tensor], None, None]:
-        with _progress_line(self._progress, len(self.payload.quantized)) as advance:
-            for item in self.payload.items(packed=packed):
-                yield from item.tensors().items()
-                advance(item)
+    def _progressing(self, tensors: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor], None, None]:
+        with _progress_line(self._progress, sum(p.nbytes for _, p in self.payload.parameters())) as advance:
+            for name, tensor in tensors:
+                yield name, tensor
+                advance(tensor)
 
 
 def _check_version(version: object) -> None:
@@ -195,7 +202,7 @@ def _check_version(version: object) -> None:
         raise ContractError(f"policy_version: is {version!r}, expected an integer of at least 0, or None to count on")
 
 
-def _checked_sensitivities(values: Mapping[str, float]) -> dict[str, Tensor]:
+def _checked_sensitivities(values: Mapping[str, float]) -> dict[str, float]:
     if not isinstance(values, Mapping):
         raise ContractError(
             f"sensitivities: is {type(values).__name__}, expected site name -> number (see trainer_qat.sensitivities)"
@@ -204,17 +211,17 @@ def _checked_sensitivities(values: Mapping[str, float]) -> dict[str, Tensor]:
         number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         if not isinstance(name, str) or not isinstance(number, (int, float)) or not 0 <= number < math.inf:
             raise ContractError(f"sensitivities[{name!r}]: is {value!r}, expected a finite number of at least 0")
-    return {name: torch.tensor(float(value), dtype=torch.float32) for name, value in values.items()}
+    return {name: float(value) for name, value in values.items()}
 
 
 @contextlib.contextmanager
-def _progress_line(show: bool, total: int) -> Iterator[Callable[[Item], None]]:
+def _progress_line(show: bool, total: int) -> Iterator[Callable[[Tensor], None]]:
     if not show:
-        yield lambda item: None
+        yield lambda tensor: None
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
-    columns = (TextColumn("push"), BarColumn(), MofNCompleteColumn(), TextColumn("matrices"), TimeElapsedColumn())
+    columns = (TextColumn("push"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
     with Progress(*columns, transient=True) as bar:
         task = bar.add_task("push", total=total)
-        yield lambda item: bar.update(task, advance=1 if item.quantized else 0)
+        yield lambda tensor: bar.update(task, advance=tensor.nbytes)

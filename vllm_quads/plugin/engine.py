@@ -125,7 +125,7 @@ class VllmEngine:
             )
 
     def _drop_refused(self) -> None:
-        """Requests of a forward pass that was refused have been answered by an error, but vLLM still has them queued."""
+        """Give up requests of a forward pass that was refused: an error has answered them, but vLLM still has them."""
 
         def refused(config: QuadsConfig) -> bool:
             before, config.refused_forward = config.refused_forward, False

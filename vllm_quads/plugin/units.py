@@ -79,8 +79,7 @@ class Unit:
         self.sections = tuple(sections)
         self.matrices = tuple(m for s in sections for m in s.matrices)
         self.name = unit_of(self.matrices[0].name)
-        is_experts = isinstance(runtime, ExpertsRuntime)
-        self.experts: tuple[int, ...] | None = runtime.w2.group_index if is_experts else None  # type: ignore[attr-defined]
+        self.experts = runtime.w2.group_index if isinstance(runtime, ExpertsRuntime) else None
         """Global ids of the local experts, in storage order; None for a dense linear."""
 
     def parameters(self) -> list[Tensor]:
