@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from trainer_models import ALL_LINEARS, qwen3, single_thread, tokens  # noqa: F401
 
 from trainer_qat import RolloutSync, Schedule, export_checkpoint, follow_optimizer, prepare_qat
@@ -128,6 +129,14 @@ def data_parallel() -> tuple[list[float], str]:
     return train(wrapped, dist.get_rank()), RolloutSync(wrapped, None).payload.fingerprint()
 
 
+def tensor_parallel() -> str:
+    """What happens if one linear of a prepared model is tensor parallel."""
+    model = qwen3()
+    prepare_qat(model, ALL_LINEARS)
+    parallelize_module(model.model.layers[0].self_attn.q_proj, init_device_mesh("cpu", (2,)), ColwiseParallel())
+    return outcome(lambda: model(tokens()))
+
+
 def worker(rank: int, port: int, directory: str) -> None:
     """One rank: every case, then push and export."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
@@ -159,7 +168,7 @@ def worker(rank: int, port: int, directory: str) -> None:
     results["push"], results["export"] = ([], report.fingerprint), ([], exported.fingerprint)
     # A directory that rank 0 cannot write to, and a weight that has diverged, stop every rank's export.
     results["export in the way"] = ([], outcome(lambda: export_checkpoint(last, Path(directory) / "out")))
-    results["ddp"] = data_parallel()
+    results["ddp"], results["tp"] = data_parallel(), ([], tensor_parallel())
     # An engine of another contract stops every rank, instead of leaving one waiting.
     if engine is not None:
         engine._contract = Contract()
@@ -233,3 +242,11 @@ def test_data_parallel_training(ranks: list[dict[str, tuple[list[float], str]]])
 def test_mixed_precision_quantizes_the_master(ranks: list[dict[str, tuple[list[float], str]]]) -> None:
     """FP32 masters gathered as BF16 quantize to what a push of the masters sends."""
     assert {r["mixed"][1] for r in ranks} == {"equal"}
+
+
+def test_tensor_parallel_weights_are_refused(ranks: list[dict[str, tuple[list[float], str]]]) -> None:
+    """A shard that reaches the forward pass has not the amax of its tensor: named, and what to do instead."""
+    for rank in ranks:
+        assert "self_attn.q_proj: reaches the forward pass as a shard" in rank["tp"][1]
+        assert rank["tp"][1].startswith("ContractError")
+        assert "shard the model with FSDP2" in rank["tp"][1]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import warnings
 
@@ -147,6 +148,10 @@ def test_report_says_what_and_why() -> None:
     elements = 4 * 3 * 32 * 64 + 64 * 64 + 2 * 32 * 64
     assert (report.bytes_bf16, report.bytes_packed) == (2 * elements, elements * 9 // 16 + 4 * 15)
     assert "15 matrices" in str(report)
+    logged = json.loads(json.dumps(report.to_dict()))
+    assert Contract.from_dict(logged["contract"]) == contract
+    assert logged["quantized"]["model.layers.0.mlp.experts.3.down_proj"] == [64, 32]
+    assert (logged["kept"], logged["bytes_packed"]) == (report.kept, report.bytes_packed)
 
 
 def test_layers_that_stay_in_bf16_compute_as_before() -> None:
