@@ -33,7 +33,7 @@ _BLOCKS = 128
 """Blocks of 16 weights in a tile."""
 _WARPS = 4
 _PROGRAMS_PER_SM = 32
-_DIGEST_TILE = (16, 128)
+_DIGEST_TILE = (32, 32)
 _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -236,8 +236,9 @@ def digest_stack(
     scales = _stack(packed.block_scales)[0]
     words = codes.view(torch.int32)
     tile_rows, tile_columns = _DIGEST_TILE
-    tiles = -(-rows // tile_rows) * -(-(half_k // 4) // tile_columns)
-    programs = max(1, min(tiles, _programs(codes.device) // matrices))
+    across = -(-(half_k // 4) // tile_columns)
+    groups = max(1, min(-(-rows // tile_rows), -(-_programs(codes.device) // (matrices * across))))
+    programs = across * groups
     out.zero_()
     with _on(codes.device):
         triton.digest_kernel[(programs, matrices)](

@@ -412,30 +412,25 @@ def _position_weights(position):
 
 
 @triton.jit
-def _digest_part(
-    pointer,
-    rows,
-    columns,
-    row_stride,
-    row_offset,
-    column_offset,
-    start,
-    step,
-    R: tl.constexpr,
-    C: tl.constexpr,
-):
-    """Part of the digest of a matrix of integer words: its tiles start, start + step, ..."""
-    total = tl.zeros((), tl.int64)
+def _digest_part(pointer, rows, columns, row_stride, row_offset, column_offset, R: tl.constexpr, C: tl.constexpr):
+    """This program's part of the digest of a matrix of integer words: one tile of columns, every so many rows."""
     across = tl.cdiv(columns, C)
-    for tile in range(start, tl.cdiv(rows, R) * across, step):
-        row = (tile // across) * R + tl.arange(0, R)
-        column = (tile % across) * C + tl.arange(0, C)
+    groups = tl.num_programs(0) // across
+    group = tl.program_id(0) // across
+    column = (tl.program_id(0) % across) * C + tl.arange(0, C)
+    lane = tl.arange(0, R)
+    tiles = tl.cdiv(rows, R)
+    start = tl.where(group < groups, group, tiles)  # programs that are left over have nothing to do
+    total = tl.zeros((R, C), tl.int64)
+    for tile in range(start, tiles, groups):
+        row = tile * R + lane
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         word = tl.load(pointer + row[:, None] * row_stride + column[None, :], mask=inside, other=0)
         x = (word.to(tl.int64) + 0x5BD1E995) * -7046029254386353131
-        x = tl.where(inside, (x ^ (x >> 31)) * _position_weights(column + column_offset)[None, :], 0)
-        total += tl.sum(tl.sum(x, axis=1) * _position_weights(row + row_offset), axis=0)
-    return total
+        weight = tl.where(row < rows, _position_weights(row + row_offset), 0)
+        total += (x ^ (x >> 31)) * weight[:, None]
+    weight = tl.where(column < columns, _position_weights(column + column_offset), 0)
+    return tl.sum(tl.sum(total, axis=0) * weight, axis=0)
 
 
 @triton.jit
@@ -462,17 +457,13 @@ def digest_kernel(
     """
     matrix = tl.program_id(1)
     wide = matrix.to(tl.int64)
-    start = tl.program_id(0)
-    step = tl.num_programs(0)
-    total = 15 * _digest_part(
-        codes + wide * c_matrix, rows, columns, c_row, row_offset, column_offset, start, step, R, C
-    )
-    total += 5 * _digest_part(
-        scales + wide * s_matrix, rows, columns // 2, s_row, row_offset, column_offset // 2, start, step, R, C
-    )
+    codes += wide * c_matrix
+    scales += wide * s_matrix
+    total = 15 * _digest_part(codes, rows, columns, c_row, row_offset, column_offset, R, C)
+    total += 5 * _digest_part(scales, rows, columns // 2, s_row, row_offset, column_offset // 2, R, C)
     if GLOBAL:
         word = tl.load(decode_scale + matrix).to(tl.int32, bitcast=True).to(tl.int64)
         x = (word + 0x5BD1E995) * -7046029254386353131
         weight = _position_weights(tl.zeros((), tl.int32))
-        total += tl.where(start == 0, (x ^ (x >> 31)) * weight * weight, 0)
+        total += tl.where(tl.program_id(0) == 0, (x ^ (x >> 31)) * weight * weight, 0)
     tl.atomic_add(out + matrix, total)
