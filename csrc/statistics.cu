@@ -29,7 +29,7 @@ struct StatisticsSite {
 // Mirrored in vllm_quads/kernels/_native.py.
 struct StatisticsArgs {
   StatisticsSite site[2];
-  const int* enabled;        // [1] or null: gather always
+  const int* paused;         // [1]: not zero: gather nothing
   const int* valid;          // [1] or null: tokens that count, the others are padding
   const float* size;         // [rows of site 0]: magnitude of each row, tells which rows are finite
   __nv_bfloat16* ring;       // [ring_rows, k] of site 0
@@ -189,7 +189,7 @@ template <typename T, bool FOUR>
 __global__ void __launch_bounds__(kThreads) statistics_kernel(const StatisticsArgs p) {
   grid_dependency_launch();
   grid_dependency_wait();
-  if (p.enabled != nullptr && *p.enabled == 0) return;
+  if (*p.paused != 0) return;
   int block = blockIdx.x;
   if (block < p.ring_blocks) return fill_ring<T>(p, block);
   block -= p.ring_blocks;
@@ -199,10 +199,10 @@ __global__ void __launch_bounds__(kThreads) statistics_kernel(const StatisticsAr
 
 // Magnitude of each row, for static global scales, which tell nothing about a row. One warp a row.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) row_size_kernel(const void* x, int rows, int k, int ldx, const int* enabled, float* size) {
+__global__ void __launch_bounds__(kThreads) row_size_kernel(const void* x, int rows, int k, int ldx, const int* paused, float* size) {
   grid_dependency_launch();
   grid_dependency_wait();
-  if (enabled != nullptr && *enabled == 0) return;
+  if (*paused != 0) return;
   const int row = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (row >= rows) return;
   float v[16], m = 0.0f;
@@ -234,7 +234,7 @@ int launch_statistics(StatisticsArgs p, int four_over_six, float* scratch, cudaS
     if (p.size == nullptr) {
       const StatisticsSite& x = p.site[0];
       const int e = launch(row_size_kernel<T>, dim3((x.rows + kThreads / 32 - 1) / (kThreads / 32)), dim3(kThreads), 0, s, x.x, x.rows,
-                           x.k, x.ldx, p.enabled, scratch);
+                           x.k, x.ldx, p.paused, scratch);
       if (e != 0) return e;
       p.size = scratch;
     }

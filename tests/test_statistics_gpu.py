@@ -91,8 +91,8 @@ def test_a_captured_graph_gathers_only_where_the_switch_is_on() -> None:
     """Replays follow the switch and the number of valid rows that the host sets between them, with fixed buffers."""
     m, k = 48, 512
     want, got = (SiteStatistics(k, ring_rows=64, device="cuda") for _ in range(2))
-    enabled, valid = (torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(2))
-    gathering = Gathering(got, enabled=enabled, valid=valid)
+    valid = torch.zeros(1, dtype=torch.int32, device="cuda")
+    gathering = Gathering(got, valid=valid)
     x = activations(m, k).to(torch.bfloat16).cuda()
 
     def step() -> None:
@@ -106,7 +106,7 @@ def test_a_captured_graph_gathers_only_where_the_switch_is_on() -> None:
         step()
     for i in range(8):
         x.copy_(activations(m, k, seed=i))
-        enabled.fill_(i % 2)
+        got.paused.fill_(1 - i % 2)
         valid.fill_(m - 5 * i)
         graph.replay()
         if i % 2:

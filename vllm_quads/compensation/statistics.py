@@ -38,6 +38,8 @@ class SiteStatistics:
         """Rows that were ever put into the ring."""
         self.ticket = torch.zeros(1, dtype=torch.int32, device=device)
         """Scratch of the kernel that gathers on Hopper; zero between launches."""
+        self.paused = torch.zeros(1, dtype=torch.int32, device=device)
+        """Where this is not zero that kernel gathers nothing: the switch of what captured CUDA graphs replay."""
         self.ring = self._rows[:ring_rows]
         """The most recent input rows, before centring, [R, K]."""
 
@@ -99,6 +101,6 @@ class SiteStatistics:
         return (x - main.dequantize()).to(torch.float64).square().mean(dim=0, keepdim=True)
 
     def reset(self) -> None:
-        """Forget everything, in place."""
+        """Forget everything, in place (but not whether kernels are paused)."""
         for tensor in (self.energy, self.tokens, self._rows, self.written, self.ticket):
             tensor.zero_()

@@ -20,6 +20,7 @@ from vllm_quads.kernels._native import GemmArgs
 from vllm_quads.kernels.launch import DTYPES, PLAIN, Operand, cast_rows, device_limits, launch_gemm
 from vllm_quads.kernels.layout import K_BLOCK, ROW_TILE, arrange_into, arranged_shape, padded_k, padded_rows
 from vllm_quads.kernels.plan import GemmChoice, LinearShape, plan_linear
+from vllm_quads.kernels.statistics import Gathering, launch_statistics, site_args
 from vllm_quads.nvfp4.errors import FormatError
 
 
@@ -89,6 +90,7 @@ def quads_linear(
     four_over_six: bool = False,
     g: Tensor | None = None,
     quantized: bool = True,
+    statistics: Gathering | None = None,
     out: Tensor | None = None,
     choice: tuple[GemmChoice, int] | None = None,
 ) -> Tensor:
@@ -96,8 +98,8 @@ def quads_linear(
 
     Activations are quantized to NVFP4 (W4A4; g: static encode global scale, float32 scalar, None means one per token),
     or stay in 16 bits with `quantized=False` (W4A16: only `compensation.bias` is used). `choice` overrides the kernel
-    and the tokens that it multiplies at a time. Capturable in a CUDA graph; tensors of `compensation` and g are read at
-    replay.
+    and the tokens that it multiplies at a time; `statistics` gathers the quantization's errors. Capturable in a CUDA
+    graph; tensors of `compensation` and g are read at replay.
     """
     tokens = x.shape[0]
     if x.dtype not in (torch.bfloat16, torch.float16) or x.dim() != 2 or x.shape[1] != prepared.k or x.stride(1) != 1:
@@ -141,3 +143,6 @@ def quads_linear(
     # weights are constant: the GEMM may start to stream them while the operand is made
     launch_gemm(gemm, PLAIN, DTYPES[x.dtype], kernel, True)
     return out
+    if statistics is not None and quantized:
+        site = site_args(x, statistics.w13, center=c.center, g=g)
+        launch_statistics(statistics, (site,), x.dtype, four_over_six, decode if g is None else None)

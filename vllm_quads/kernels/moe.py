@@ -35,6 +35,7 @@ from vllm_quads.kernels.launch import (
 from vllm_quads.kernels.layout import K_BLOCK, arrange_into, arranged_shape, padded_k, unarrange
 from vllm_quads.kernels.plan import Gemm, LayerShape, plan_layer
 from vllm_quads.nvfp4.errors import FormatError
+from vllm_quads.kernels.statistics import Gathering, launch_statistics, site_args
 from vllm_quads.nvfp4.formats import BLOCK_SIZE
 
 
@@ -180,6 +181,7 @@ def quads_moe(
     out: Tensor | None = None,
     tuning: Tuning = DEFAULT_TUNING,
 ) -> Tensor:
+    statistics: Gathering | None = None,
     """y [M, H] = sum over top-k of router weight * w2(silu(gate) * up), activations in NVFP4, in x's dtype.
 
     x: bfloat16 or float16 [M, H], rows contiguous; topk_weights: float32 [M, k]; topk_ids: int32 or int64 [M, k],
@@ -187,7 +189,8 @@ def quads_moe(
     -1. g13 (float32 scalar) and g2 (float32 [E]) are static encode global scales, None means one per token.
     `quantized=False` leaves activations in 16 bits (W4A16; of `compensation` nothing may be set). `router_on_input`
     multiplies x by the router weight, rounded to x's dtype, instead of the output (Llama 4; top-1 only, as one token
-    has one operand). Capturable in a CUDA graph; tensors of `compensation`, g13 and g2 are read at replay.
+    has one operand). `statistics` gathers the errors of both quantizations. Capturable in a CUDA graph; tensors of
+    `compensation`, g13 and g2 are read at replay.
     """
     _check(x, prepared, topk_weights, topk_ids, expert_map)
     tokens, top_k = topk_ids.shape
@@ -292,22 +295,14 @@ def quads_moe(
     gemm.channels = prepared.hidden
     gemm.ldo = prepared.hidden
     launch_gemm(gemm, PLAIN, DTYPES[y.dtype], plan.second, tuning.early_weights)
-    _native.check(
-        lib.quads_sum(
-            y.data_ptr(),
-            pair_expert.data_ptr(),
-            out.data_ptr(),
-            tokens,
-            top_k,
-            prepared.hidden,
-            prepared.hidden,
-            out.stride(0),
-            DTYPES[y.dtype],
-            dtype,
-            stream,
-        ),
-        "top-k sum",
-    )
+    sum_rows(y, pair_expert, out, top_k, plan.splits)
+    if statistics is not None and quantized:
+        assert statistics.w2 is not None
+        first = site_args(x, statistics.w13, center=c.center13, g=g13)
+        second = site_args(h, statistics.w2, g=g2, group=pair_expert, divisor=top_k)
+        second.order, second.segments = sorted_pairs.data_ptr(), segments.data_ptr()
+        second.num_segments = num_segments.data_ptr()
+        launch_statistics(statistics, (first, second), x.dtype, four_over_six, decode1 if g13 is None else None)
     return out
 
 

@@ -2,7 +2,7 @@
 """Error statistics of quantized activations on Hopper, in one launch that captured CUDA graphs may hold.
 
 Sums up what `compensation.SiteStatistics.update` does, from the activations alone: the kernel quantizes them once more.
-The accumulators are those of `SiteStatistics`; a switch on the device says whether a replay gathers.
+The accumulators are those of `SiteStatistics`, which has a switch on the device that says whether a replay gathers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StatisticsArgs(ctypes.Structure):
 
     _fields_ = [
         ("site", SiteArgs * 2),
-        *((name, ctypes.c_void_p) for name in ("enabled", "valid", "size", "ring", "written", "ticket")),
+        *((name, ctypes.c_void_p) for name in ("paused", "valid", "size", "ring", "written", "ticket")),
         *((name, ctypes.c_int) for name in ("ring_rows", "ring_blocks")),
     ]
 
@@ -58,18 +58,18 @@ class Accumulators(Protocol):
     """int64 scalar: rows that were ever put into the ring."""
     ticket: Tensor
     """int32 [1]: scratch, zero between launches."""
+    paused: Tensor
+    """int32 [1]: a launch gathers only where this is zero."""
 
 
 @dataclass(frozen=True)
 class Gathering:
-    """Where a layer's statistics go, and when. Everything has a fixed address, so that captured graphs see changes."""
+    """Where a layer's statistics go. Everything has a fixed address, so that captured graphs see changes."""
 
     w13: Accumulators
-    """Accumulators of the layer's input (one group; its ring may hold up to 1024 rows)."""
+    """Accumulators of the layer's input. It may have a ring of up to 1024 rows; its switch counts for both sites."""
     w2: Accumulators | None = None
     """Accumulators of w2's input, one group per local expert."""
-    enabled: Tensor | None = None
-    """int32 [1]: a launch gathers only where this is not zero; None: always."""
     valid: Tensor | None = None
     """int32 [1]: rows of the layer's input that count, the others are padding; None: all."""
 
@@ -122,7 +122,7 @@ def launch_statistics(
 
     decode: float32 [M], the decode global scales of the input's rows if those are one per row, else None.
     """
-    args = StatisticsArgs(enabled=_native.pointer(gathering.enabled), valid=_native.pointer(gathering.valid))
+    args = StatisticsArgs(paused=gathering.w13.paused.data_ptr(), valid=_native.pointer(gathering.valid))
     for i, site in enumerate(sites):
         args.site[i] = site
     scratch = None
@@ -163,4 +163,6 @@ def gather_statistics(
     if decode is None and g is None and gathering.w13.ring.shape[0]:
         raise FormatError("decode: the ring needs the decode scales of the rows")
     site = site_args(x, gathering.w13, center=center, g=g, group=group)
+    if not x.shape[0]:
+        return
     launch_statistics(gathering, (site,), x.dtype, four_over_six, None if g is not None else decode)
