@@ -13,7 +13,7 @@ from trainer_models import ALL_LINEARS, qwen3, single_thread, tokens  # noqa: F4
 
 from trainer_qat import CacheMode, clear_cache, prepare_qat
 from trainer_qat.prepare import expert_weights, quantizers_of
-from vllm_quads.nvfp4 import fake_quantize_weight
+from vllm_quads.nvfp4 import FormatError, PackedTensor, fake_quantize_weight
 
 MODES = [CacheMode.NONE, CacheMode.DENSE, CacheMode.PACKED]
 
@@ -154,3 +154,46 @@ def test_packed_cache_is_small_and_can_be_freed() -> None:
     assert kept.nbytes / weight.nbytes == pytest.approx(4.5 / 16, rel=0.01)
     clear_cache(model)
     assert quantizer.cache.get([weight]) is None
+
+
+@pytest.mark.parametrize("mode", [CacheMode.DENSE, CacheMode.PACKED])
+def test_compiled_graphs_use_the_cache(mode: CacheMode) -> None:
+    """A compiled graph quantizes once, and again after an update, and what it gets is not the kept tensor."""
+    model = prepared(mode)
+    experts, linear = model.model.layers[0].mlp.experts, model.model.layers[0].self_attn.q_proj
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def weights() -> tuple[torch.Tensor, ...]:
+        return *expert_weights(experts), linear.quads_weight
+
+    caches = [experts._quads_quantizers["down_proj"].cache, linear._quads_quantizers["weight"].cache]
+    for updates in (1, 2):
+        for _ in range(3):
+            down = weights()[1]
+            assert torch.equal(down, fake_quantize_weight(experts.down_proj))
+            down.detach().zero_()
+        assert [(c.hits, c.misses) for c in caches] == [(2 * updates, updates)] * 2
+        step(model)
+        caches[0].hits, caches[0].misses = caches[1].hits, caches[1].misses = 2 * updates, updates
+
+
+def test_a_push_takes_the_packed_cache() -> None:
+    """The packed form that a push takes is the kept one where there is one, and the reference's bytes always."""
+    for mode in MODES:
+        model = prepared(mode)
+        loss_of(model)
+        attention = model.model.layers[0].self_attn
+        quantizer = attention.q_proj._quads_quantizers["weight"]
+        amax = torch.stack([p.weight.abs().amax() for p in (attention.q_proj, attention.k_proj, attention.v_proj)])
+        expected = PackedTensor.quantize(attention.q_proj.weight, amax=amax.amax().float())
+        for _ in range(2):
+            packed = quantizer.packed(attention.q_proj.weight)
+            assert torch.equal(packed.codes, expected.codes)
+            assert torch.equal(packed.decode_scale, expected.decode_scale)
+        assert quantizer.cache.misses == (0 if mode is CacheMode.NONE else 1)
+        with torch.no_grad():
+            attention.q_proj.weight.mul_(1.7)
+        assert not torch.equal(quantizer.packed(attention.q_proj.weight).block_scales, expected.block_scales)
+        attention.q_proj.weight.data[0, 0] = float("nan")
+        with pytest.raises(FormatError, match=r"q_proj: holds NaN"):
+            quantizer.packed(attention.q_proj.weight)
