@@ -355,7 +355,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <int RG, int KG, int EPILOGUE, typename Out>
 int launch_decode(const GemmArgs& p, int early_weights, cudaStream_t stream) {
   const Layout l = make_layout<RG, KG>(p.kblocks, p.max_tokens);
-  if (l.stages < 3 || p.kblocks % KG != 0 || p.max_tokens % 8 != 0 || p.max_tokens > 8 * kMaxTiles || p.row_tiles % 2 != 0)
+  if (l.stages < 3 || p.kblocks % KG != 0 || p.max_tokens % 8 != 0 || p.max_tokens > 8 * kMaxTiles || p.row_tiles % 2 != 0 ||
+      p.splits != 1)
     return cudaErrorInvalidValue;
   constexpr auto kernel = moe_decode_kernel<RG, KG, EPILOGUE, Out>;
   cudaError_t e = allow_shared_memory<kernel>(kSmemLimit);

@@ -31,6 +31,7 @@ struct GemmArgs {
   int bias_stride;
   int max_tokens;            // capacity of a segment
   int rows;                  // operand rows, used without `segments`
+  int splits;                // parts of K that become output rows of their own, [pairs, splits, ldo]; plain wgmma GEMMs only, else 1
 };
 
 // SwiGLU: row g of a brick is a channel of gate, row g + 8 the same channel of up; one output channel.
@@ -88,7 +89,7 @@ __device__ __forceinline__ SegmentMeta load_segment(const GemmArgs& p, const Seg
 
 __device__ __forceinline__ TokenMeta load_token(const GemmArgs& p, int pair) {
   TokenMeta t;
-  t.row = (int64_t)pair * p.ldo;
+  t.row = (int64_t)pair * p.splits * p.ldo;
   t.decode = p.decode[pair / p.row_divisor];
   t.router = p.router != nullptr ? p.router[pair] : 1.0f;
   return t;
@@ -147,7 +148,8 @@ struct WeightStream {
   int group_tiles;  // row tiles of the first group
 
   __device__ __forceinline__ WeightStream() {}
-  __device__ __forceinline__ WeightStream(const GemmArgs& p, int expert, int first_tile) {
+  // first_stage: stages left out.
+  __device__ __forceinline__ WeightStream(const GemmArgs& p, int expert, int first_tile, int first_stage = 0) {
     const int within = first_tile % kGroupTiles;
     const WeightGroup group(p.weights, expert, p.row_tiles, p.kblocks, first_tile - within);
     tiles = tiles_in_group(p.row_tiles, first_tile, 0);
@@ -155,6 +157,7 @@ struct WeightStream {
     group_tiles = group.tiles;
     source = group.blocks + within * kBlockBytes;
     second = group.blocks + (int64_t)kGroupTiles * p.kblocks * kBlockBytes;
+    skip(first_stage);
   }
 
   // Row tiles of a unit that lie in its group `index`, given the unit's first tile. Groups hold an even number of tiles.
@@ -169,10 +172,9 @@ struct WeightStream {
     return (group * KG * kGroupTiles + kg * tiles_in_group(p.row_tiles, first_tile, group) + tile % kGroupTiles) * kBlockBytes;
   }
 
-  // Leave a stage out.
-  __device__ __forceinline__ void skip() {
-    source += KG * group_tiles * kBlockBytes;
-    second += KG * more * kBlockBytes;
+  __device__ __forceinline__ void skip(int stages) {
+    source += stages * KG * group_tiles * kBlockBytes;
+    second += stages * KG * more * kBlockBytes;
   }
 
   // Copy the next stage to `target`; `bar` counts its bytes.
@@ -186,7 +188,7 @@ struct WeightStream {
         bulk_copy(target + i * tiles * kBlockBytes, source + i * group_tiles * kBlockBytes, tiles * kBlockBytes, bar);
     }
     if (kGroups > 1 && more > 0) bulk_copy(target + KG * kGroupTiles * kBlockBytes, second, more * KG * kBlockBytes, bar);
-    skip();
+    skip(1);
   }
 };
 

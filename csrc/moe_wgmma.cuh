@@ -80,7 +80,8 @@ struct Barriers {
 template <typename Shape, int N, int EPILOGUE, typename Out>
 __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& shift, const typename Shape::Layout& l,
                                              const Barriers& bar, Ring& ring, char* smem, uint32_t base,
-                                             const typename Shape::UnitMeta& meta, int first_tile, int rg, int kg) {
+                                             const typename Shape::UnitMeta& meta, int first_tile, int split, int rg,
+                                             int kg) {
   constexpr int KG = Shape::KG, RT = Shape::RT;
   using Weights = typename Shape::Weights;
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = threadIdx.x % 32;
@@ -129,7 +130,7 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& sh
 
   // A step's fragments are decoded while the tensor cores run the step before, the first of a stage while the last of the stage
   // before runs.
-  const int steps = p.kblocks / KG;
+  const int steps = p.kblocks / KG / p.splits;
   load();
   QUADS_DECODE(0);
   for (int it = 0; it < steps; ++it) {
@@ -193,7 +194,7 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& sh
   }
 
   // Computed for every token of the tile, stored for those that exist: without branches the chains of all tokens overlap.
-  Out* const out = reinterpret_cast<Out*>(p.out) + channel;
+  Out* const out = reinterpret_cast<Out*>(p.out) + channel + (int64_t)split * p.ldo;
   const int count = channel < p.channels ? meta.segment.count : 0;
   float2 alpha[RT];
 #pragma unroll
@@ -248,13 +249,16 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   }
   __syncthreads();
 
-  const int units_per_segment = (p.row_tiles + kTiles - 1) / kTiles;
-  const int steps = p.kblocks / KG;
+  // units of a segment: for each row range the parts of K
+  const int units_per_segment = (p.row_tiles + kTiles - 1) / kTiles * p.splits;
+  const int steps = p.kblocks / KG / p.splits;
   int prefetched = 0;  // stages of the first unit whose weights are on their way already
   if (early_weights != 0 && threadIdx.x == 0 && (int)blockIdx.x < num_segments(p) * units_per_segment) {
     // Before the predecessor is complete: the segments were written by a kernel that the predecessor's predecessor has waited for
     // (see quads_moe), and weights are constant.
-    typename Shape::Weights stream(p, expert_of(p, blockIdx.x / units_per_segment), blockIdx.x % units_per_segment * kTiles);
+    const int within = blockIdx.x % units_per_segment;
+    typename Shape::Weights stream(p, expert_of(p, blockIdx.x / units_per_segment), within / p.splits * kTiles,
+                                   within % p.splits * steps);
     for (; prefetched < min(l.stages, steps); ++prefetched)
       stream.next(base + l.weight_offset + prefetched * Shape::Weights::kBytes, bar.weights + 8 * prefetched);
   }
@@ -274,9 +278,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #pragma unroll
     for (int i = 0; i < kLag; ++i) pending[i] = 0;
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-      const int index = unit / units_per_segment, tile = unit % units_per_segment * kTiles;
+      const int index = unit / units_per_segment, within = unit % units_per_segment;
+      const int first_step = within % p.splits * steps;
       const Segment segment = segment_of(p, index);
-      typename Shape::Weights stream(p, segment.expert, tile);
+      typename Shape::Weights stream(p, segment.expert, within / p.splits * kTiles, first_step);
       int rows[kRows];  // operand offset of this thread's tokens in 16 bytes, -1 past the segment
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -296,14 +301,13 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
         if (tid == 0) {
           if (prefetched > 0) {
             --prefetched;
-            if (prefetched == 0)
-              for (int i = 0; i <= it; ++i) stream.skip();
+            if (prefetched == 0) stream.skip(it + 1);
           } else {
             stream.next(base + l.weight_offset + ring.slot * Shape::Weights::kBytes, bar.weights + 8 * ring.slot);
           }
         }
         const uint32_t target = base + ring.slot * l.operand_bytes + first_row * 128 + ((chunk ^ (first_row & 7)) * 16);
-        const __half* source = p.operand + it * (64 * KG);
+        const __half* source = p.operand + (first_step + it) * (64 * KG);
 #pragma unroll
         for (int kg = 0; kg < KG; ++kg)
 #pragma unroll
@@ -338,9 +342,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   int meta_slot = 0;
   uint32_t meta_phase = 0;
   for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    const int tile = unit % units_per_segment * kTiles;
+    const int within = unit % units_per_segment, tile = within / p.splits * kTiles, split = within % p.splits;
     mbar_wait(bar.meta_full + 8 * meta_slot, meta_phase);
-#define QUADS_TOKENS(N) compute_unit<Shape, N, EPILOGUE, Out>(p, shift, l, bar, ring, smem, base, meta[meta_slot], tile, rg, kg)
+#define QUADS_TOKENS(N) compute_unit<Shape, N, EPILOGUE, Out>(p, shift, l, bar, ring, smem, base, meta[meta_slot], tile, split, rg, kg)
     const int tokens = meta[meta_slot].segment.count;
     if constexpr (Shape::TOKENS > 64) {
       switch ((tokens - 1) / 16) {
@@ -377,7 +381,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 template <typename Shape, int EPILOGUE, typename Out>
 int launch_wgmma(const GemmArgs& p, int early_weights, cudaStream_t stream) {
   const typename Shape::Layout l = Shape::layout(p.max_tokens);
-  if (p.max_tokens > Shape::TOKENS || p.max_tokens % 8 != 0 || p.row_tiles % 2 != 0 || p.kblocks % Shape::KG != 0 ||
+  if (p.max_tokens > Shape::TOKENS || p.max_tokens % 8 != 0 || p.row_tiles % 2 != 0 || p.splits < 1 ||
+      p.kblocks % (Shape::KG * p.splits) != 0 || (EPILOGUE == kSwiGlu && p.splits != 1) || (p.splits != 1 && p.bias != nullptr) ||
       l.stages < Shape::kMinStages)
     return cudaErrorInvalidValue;
   constexpr auto kernel = moe_wgmma_kernel<Shape, EPILOGUE, Out>;

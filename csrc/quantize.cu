@@ -367,10 +367,11 @@ struct alignas(16) Vec {
   T v[16 / sizeof(T)];
 };
 
-// out[t, :] = sum over the token's valid pairs of y[pair, :], in order of the top-k slot, float32, one rounding.
+// out[t, :] = sum over the token's valid pairs and their K splits of y[pair, split, :], in this order, float32, one rounding.
+// pair_expert null: all pairs are valid.
 template <typename In, typename Out>
 __global__ void __launch_bounds__(kThreads) sum_kernel(const In* y, const int* pair_expert, Out* out, int tokens, int top_k,
-                                                       int columns, int ldy, int64_t ldo) {
+                                                       int split_shift, int columns, int ldy, int64_t ldo) {
   grid_dependency_launch();
   grid_dependency_wait();
   constexpr int W = 16 / sizeof(In);
@@ -382,10 +383,10 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const In* y, const int* p
 #pragma unroll
     for (int j = 0; j < W; ++j) sum[j] = 0.0f;
 #pragma unroll 8
-    for (int k = 0; k < top_k; ++k) {
-      const int pair = token * top_k + k;
-      if (pair_expert[pair] < 0) continue;
-      const Vec<In> v = *reinterpret_cast<const Vec<In>*>(y + (int64_t)pair * ldy + c);
+    for (int k = 0; k < top_k << split_shift; ++k) {
+      const int row = (token * top_k << split_shift) + k;
+      if (pair_expert != nullptr && pair_expert[row >> split_shift] < 0) continue;
+      const Vec<In> v = *reinterpret_cast<const Vec<In>*>(y + (int64_t)row * ldy + c);
 #pragma unroll
       for (int j = 0; j < W; ++j) sum[j] += to_float<In>(v.v[j]);
     }
@@ -447,17 +448,19 @@ int launch_prologue(const AlignArgs& a, const QuantizeArgs& p, cudaStream_t s) {
 }
 
 template <typename In>
-int launch_sum(const void* y, const int* pair_expert, void* out, int tokens, int top_k, int columns, int ldy, int64_t ldo,
-               int out_dtype, cudaStream_t s) {
+int launch_sum(const void* y, const int* pair_expert, void* out, int tokens, int top_k, int splits, int columns, int ldy,
+               int64_t ldo, int out_dtype, cudaStream_t s) {
+  const int split_shift = splits == 1 ? 0 : splits == 2 ? 1 : splits == 4 ? 2 : splits == 8 ? 3 : -1;
+  if (split_shift < 0) return cudaErrorInvalidValue;
   const int64_t items = (int64_t)tokens * (columns / (16 / (int)sizeof(In)));
   int64_t blocks = (items + kThreads - 1) / kThreads;
   const dim3 grid((unsigned)(blocks < 16 * 1024 ? blocks : 16 * 1024));
   const In* in = static_cast<const In*>(y);
   if (out_dtype == 0)
     return launch(sum_kernel<In, __nv_bfloat16>, grid, dim3(kThreads), 0, s, in, pair_expert,
-                  static_cast<__nv_bfloat16*>(out), tokens, top_k, columns, ldy, ldo);
+                  static_cast<__nv_bfloat16*>(out), tokens, top_k, split_shift, columns, ldy, ldo);
   return launch(sum_kernel<In, __half>, grid, dim3(kThreads), 0, s, in, pair_expert, static_cast<__half*>(out), tokens,
-                top_k, columns, ldy, ldo);
+                top_k, split_shift, columns, ldy, ldo);
 }
 
 }  // namespace
@@ -492,15 +495,15 @@ extern "C" int quads_prologue(const quads::AlignArgs* a, const quads::QuantizeAr
   return launch(scatter_kernel, dim3(a->blocks), dim3(kThreads), 0, s, *a);
 }
 
-// y: 0 bfloat16, 1 float16, 2 float32; out: 0 bfloat16, 1 float16.
-extern "C" int quads_sum(const void* y, const int* pair_expert, void* out, int tokens, int top_k, int columns, int ldy,
-                         int64_t ldo, int in_dtype, int out_dtype, void* stream) {
+// y: 0 bfloat16, 1 float16, 2 float32; out: 0 bfloat16, 1 float16; splits: 1, 2, 4 or 8.
+extern "C" int quads_sum(const void* y, const int* pair_expert, void* out, int tokens, int top_k, int splits, int columns,
+                         int ldy, int64_t ldo, int in_dtype, int out_dtype, void* stream) {
   using namespace quads;
   cudaStream_t s = static_cast<cudaStream_t>(stream);
   if (tokens == 0) return 0;
-  if (in_dtype == 0) return launch_sum<__nv_bfloat16>(y, pair_expert, out, tokens, top_k, columns, ldy, ldo, out_dtype, s);
-  if (in_dtype == 1) return launch_sum<__half>(y, pair_expert, out, tokens, top_k, columns, ldy, ldo, out_dtype, s);
-  return launch_sum<float>(y, pair_expert, out, tokens, top_k, columns, ldy, ldo, out_dtype, s);
+  if (in_dtype == 0) return launch_sum<__nv_bfloat16>(y, pair_expert, out, tokens, top_k, splits, columns, ldy, ldo, out_dtype, s);
+  if (in_dtype == 1) return launch_sum<__half>(y, pair_expert, out, tokens, top_k, splits, columns, ldy, ldo, out_dtype, s);
+  return launch_sum<float>(y, pair_expert, out, tokens, top_k, splits, columns, ldy, ldo, out_dtype, s);
 }
 
 extern "C" const char* quads_error_string(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }

@@ -40,6 +40,7 @@ class GemmArgs(ctypes.Structure):
         )),
         *((name, ctypes.c_int) for name in (
             "kblocks", "row_tiles", "ldb", "row_divisor", "channels", "ldo", "bias_stride", "max_tokens", "rows",
+            "splits",
         )),
     ]  # fmt: skip
 
@@ -177,8 +178,9 @@ def library() -> ctypes.CDLL:
     lib.quads_quantize.argtypes = [pointer, integer, integer, integer, pointer]
     lib.quads_prologue.argtypes = [pointer, pointer, integer, integer, pointer]
     lib.quads_sum.argtypes = [
-        pointer, pointer, pointer, integer, integer, integer, integer, ctypes.c_int64, integer, integer, pointer
-    ]  # fmt: skip
+        *(pointer, pointer, pointer, integer, integer, integer, integer, integer, ctypes.c_int64, integer, integer),
+        pointer,
+    ]
     lib.quads_arrange.argtypes = [pointer, integer, pointer]
     lib.quads_cast.argtypes = [pointer, integer, pointer]
     lib.quads_error_string.argtypes = [integer]

@@ -98,3 +98,25 @@ def device_limits() -> DeviceLimits:
         decode_capacity=functools.cache(lambda k, groups: int(lib.quads_moe_decode_capacity(k // K_BLOCK, groups))),
         batch_capacity=functools.cache(lambda groups: int(lib.quads_moe_batch_capacity(groups))),
     )
+
+
+def sum_rows(y: Tensor, pair_expert: Tensor | None, out: Tensor, top_k: int, splits: int) -> None:
+    """out [M, N] = sum of y [M * top_k * splits, N] over a token's pairs and their K splits, in order, in float32.
+
+    pair_expert: int32 [M * top_k], negative pairs are left out; None: all count.
+    """
+    code = _native.library().quads_sum(
+        y.data_ptr(),
+        _native.pointer(pair_expert),
+        out.data_ptr(),
+        out.shape[0],
+        top_k,
+        splits,
+        out.shape[1],
+        y.stride(0),
+        out.stride(0),
+        DTYPES[y.dtype],
+        DTYPES[out.dtype],
+        _native.stream(),
+    )
+    _native.check(code, "sum over top-k")

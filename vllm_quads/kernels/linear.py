@@ -139,10 +139,11 @@ def quads_linear(
         bias_stride=prepared.rows,
         max_tokens=capacity,
         rows=tokens,
+        splits=1,
     )
     # weights are constant: the GEMM may start to stream them while the operand is made
     launch_gemm(gemm, PLAIN, DTYPES[x.dtype], kernel, True)
-    return out
     if statistics is not None and quantized:
         site = site_args(x, statistics.w13, center=c.center, g=g)
         launch_statistics(statistics, (site,), x.dtype, four_over_six, decode if g is None else None)
+    return out

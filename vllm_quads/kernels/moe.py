@@ -31,11 +31,12 @@ from vllm_quads.kernels.launch import (
     cast_rows,
     device_limits,
     launch_gemm,
+    sum_rows,
 )
 from vllm_quads.kernels.layout import K_BLOCK, arrange_into, arranged_shape, padded_k, unarrange
 from vllm_quads.kernels.plan import Gemm, LayerShape, plan_layer
-from vllm_quads.nvfp4.errors import FormatError
 from vllm_quads.kernels.statistics import Gathering, launch_statistics, site_args
+from vllm_quads.nvfp4.errors import FormatError
 from vllm_quads.nvfp4.formats import BLOCK_SIZE
 
 
@@ -156,6 +157,8 @@ class Tuning:
     """The same of the second GEMM."""
     capacity: int | None = None
     """Tokens of one expert that are multiplied at a time, a multiple of 8."""
+    splits: int | None = None
+    """Parts of the second GEMM's K, summed with the top-k: 1, 2, 4 or 8 (batch and prefill kernels)."""
     float32_partials: bool | None = None
     """Keep each pair's output in FP32 until the top-k sum instead of x's dtype."""
     early_weights: bool = True
@@ -178,10 +181,10 @@ def quads_moe(
     expert_map: Tensor | None = None,
     quantized: bool = True,
     router_on_input: bool = False,
+    statistics: Gathering | None = None,
     out: Tensor | None = None,
     tuning: Tuning = DEFAULT_TUNING,
 ) -> Tensor:
-    statistics: Gathering | None = None,
     """y [M, H] = sum over top-k of router weight * w2(silu(gate) * up), activations in NVFP4, in x's dtype.
 
     x: bfloat16 or float16 [M, H], rows contiguous; topk_weights: float32 [M, k]; topk_ids: int32 or int64 [M, k],
@@ -212,6 +215,7 @@ def quads_moe(
         gemms=(tuning.gemm1, tuning.gemm2),
         k_groups=(tuning.k_groups1, tuning.k_groups2),
         capacity=tuning.capacity,
+        splits=tuning.splits,
     )
     capacity = plan.capacity
     max_segments = min(pairs, experts + pairs // capacity)
@@ -225,7 +229,8 @@ def quads_moe(
     h = torch.empty(pairs, prepared.intermediate, dtype=x.dtype, device=device)
     operand2 = torch.empty(pairs, k2, dtype=torch.float16, device=device)
     wide = tuning.float32_partials if tuning.float32_partials is not None else pairs <= FLOAT32_PARTIALS_PAIRS
-    y = torch.empty(pairs, prepared.hidden, dtype=torch.float32 if wide else x.dtype, device=device)
+    wide = wide or plan.splits > 1
+    y = torch.empty(pairs * plan.splits, prepared.hidden, dtype=torch.float32 if wide else x.dtype, device=device)
 
     c = compensation
     align = AlignArgs(
@@ -274,6 +279,7 @@ def quads_moe(
         ldo=prepared.intermediate,
         bias_stride=2 * prepared.intermediate,
         max_tokens=capacity,
+        splits=1,
     )
     launch_gemm(gemm, SWIGLU, dtype, plan.first, False)
     if quantized:
@@ -294,6 +300,7 @@ def quads_moe(
     gemm.row_divisor = 1
     gemm.channels = prepared.hidden
     gemm.ldo = prepared.hidden
+    gemm.splits = plan.splits
     launch_gemm(gemm, PLAIN, DTYPES[y.dtype], plan.second, tuning.early_weights)
     sum_rows(y, pair_expert, out, top_k, plan.splits)
     if statistics is not None and quantized:

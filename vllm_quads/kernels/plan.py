@@ -45,6 +45,8 @@ class LayerPlan:
     second: GemmChoice
     capacity: int
     """Most tokens of a segment, a multiple of 8."""
+    splits: int = 1
+    """Parts of the second GEMM's K, summed together with the top-k."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,10 @@ PREFILL_MEAN = 48.0
 """Mean tokens per expert above which the prefill kernel runs."""
 DECODE_MEAN = 24.0
 """Mean tokens per expert up to which the decode kernel runs where an expert's tokens fit."""
-SMALL_UNITS_PAIRS = 16
-"""Up to this many pairs the decode kernel takes units of 128 rows, else of 512."""
-SPLIT_COST = 0.06
-"""Relative cost of splitting K in two, in the batch kernel."""
+MIN_SPLIT_K = 1024
+"""Shortest K that a split of the second GEMM is worth."""
+SPLIT_COST = 0.07
+"""Relative cost of splitting K in two among the consumers."""
 
 
 def plan_layer(
@@ -89,8 +91,9 @@ def plan_layer(
     gemms: tuple[Gemm | None, Gemm | None] = (None, None),
     k_groups: tuple[int | None, int | None] = (None, None),
     capacity: int | None = None,
+    splits: int | None = None,
 ) -> LayerPlan:
-    """Kernels and segment capacity of one layer; `gemms`, `k_groups` and `capacity` override the built-in choice.
+    """Kernels and segment capacity of one layer; the other arguments override the built-in choice.
 
     Raises FormatError if what is asked for does not fit into shared memory.
     """
@@ -102,7 +105,7 @@ def plan_layer(
     rows = (padded_rows(2 * shape.intermediate), padded_rows(shape.hidden))
     choices, room = [], PREFILL_CAPACITY
     for gemm, groups, k, n in zip(gemms, k_groups, depths, rows, strict=True):
-        small = groups or (4 if pairs <= SMALL_UNITS_PAIRS else 1)
+        small = groups or _k_groups(shape, limits, n)
         fits = limits.decode_capacity(k, small)
         if gemm is None:
             if mean > PREFILL_MEAN:
@@ -112,7 +115,7 @@ def plan_layer(
         if gemm is Gemm.DECODE:
             choice, most = GemmChoice(gemm, small), fits
         elif gemm is Gemm.BATCH:
-            choice = GemmChoice(gemm, groups or _batch_k_groups(shape, limits, pairs, n))
+            choice = GemmChoice(gemm, groups or _k_groups(shape, limits, n))
             most = limits.batch_capacity(choice.k_groups)
         else:
             choice, most = GemmChoice(gemm, groups or 1), PREFILL_CAPACITY
@@ -124,12 +127,30 @@ def plan_layer(
         raise FormatError(f"capacity {capacity}: the chosen kernels have room for {room} tokens")
     if all(c.gemm is Gemm.PREFILL for c in choices) and capacity is None:
         wanted = PREFILL_CAPACITY
-    return LayerPlan(choices[0], choices[1], min(wanted, room))
+    if splits is None:
+        splits = _splits(shape, limits, choices[1], depths[1], rows[1])
+    return LayerPlan(choices[0], choices[1], min(wanted, room), splits)
 
 
-def _batch_k_groups(shape: LayerShape, limits: DeviceLimits, pairs: int, rows: int) -> int:
-    """K groups of the batch kernel: smaller units where they fill the multiprocessors better."""
-    hit = shape.local_experts * (1.0 - (1.0 - 1.0 / shape.global_experts) ** pairs)
+def _splits(shape: LayerShape, limits: DeviceLimits, choice: GemmChoice, k: int, rows: int) -> int:
+    """Parts of the second GEMM's K: as many as leave no multiprocessor without work, if each keeps a long enough K."""
+    if choice.gemm is not Gemm.BATCH:
+        return 1
+    units = _experts_hit(shape) * -(-rows * choice.k_groups // 512)
+    splits = 1
+    while splits < 8 and units * splits * 1.5 < limits.multiprocessors and k % (2 * splits * MIN_SPLIT_K) == 0:
+        splits *= 2
+    return splits
+
+
+def _experts_hit(shape: LayerShape) -> float:
+    """Local experts that get a token, under uniform routing."""
+    return shape.local_experts * (1.0 - max(0.0, 1.0 - shape.top_k / shape.global_experts) ** shape.tokens)
+
+
+def _k_groups(shape: LayerShape, limits: DeviceLimits, rows: int) -> int:
+    """K groups: smaller units where they fill the multiprocessors better."""
+    hit = _experts_hit(shape)
     best, cheapest = 1, math.inf
     for groups in (1, 2, 4):
         units = hit * -(-rows * groups // 512)
