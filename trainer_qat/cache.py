@@ -95,7 +95,8 @@ class _Identity:
 
 
 def _place(weight: Tensor) -> tuple[Any, ...]:
-    return (weight._version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device)
+    # Not the address: FSDP2 frees and fills the memory of one and the same storage.
+    return (weight._version, weight.storage_offset(), weight.shape, weight.stride(), weight.dtype, weight.device)
 
 
 @dataclass(frozen=True)

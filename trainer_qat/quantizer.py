@@ -87,7 +87,7 @@ class WeightQuantizer:
         """Codes and scales of the weight as it is now, for a push or an export: the packed cache's if there is one.
 
         The tensors are the cache's own; copy them to keep them beyond the next optimizer step. Raises FormatError on
-        NaN or Inf.
+        NaN or Inf, on a GPU later (`trainer_qat.finite`).
         """
         with torch.inference_mode(False), torch.no_grad():
             sources = self.sources(weight)
@@ -95,11 +95,9 @@ class WeightQuantizer:
                 if KeptQuantization.available(weight):
                     kept = self._kept(sources, dense=False, whole=True)
                     assert kept.packed is not None
-                    weight_amax(kept.amax[..., None, None], self.name)
                     return kept.packed.packed(self.name)
                 return self._kept_by_reference(sources, CacheMode.PACKED)[1]  # type: ignore[return-value]
             amax = self.amax(weight)
-            weight_amax(amax[..., None, None], self.name)
             return kernels.quantize_stack(weight.detach(), amax).packed(self.name)
 
     def __call__(self, weight: Tensor) -> Tensor:
