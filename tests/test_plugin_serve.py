@@ -1,110 +1,255 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server: plain `vllm serve MODEL --quantization quads`, with the plugin found by its entry point alone."""
+"""The server: plain `vllm serve MODEL --quantization quads`, with the plugin found by its entry points alone.
+
+One server for all tests, which push into it and read its metrics.
+"""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import shutil
-import signal
-import socket
-import subprocess
-import sys
+import re
+import threading
 import time
-import urllib.request
+import urllib.error
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from plugin_helpers import PROMPTS
+from serving_helpers import complete, get, manifest, post, serving, train, trainer, with_tokenizer
+from torch import nn
 
 pytest.importorskip("vllm")
 
+from trainer_qat import RolloutSync, export_checkpoint
+from vllm_quads.nvfp4 import RefitError
+from vllm_quads.refit import HttpEngine, as_engine
 
-def _command() -> list[str]:
-    """`vllm serve`, or the same server as a module where the CPU build lacks the metadata that `vllm` asks for."""
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
-    return [str(Path(sys.executable).with_name("vllm")), "serve"]
+OPTIONS = {"compensation": {"form": "rows"}}
+pytestmark = pytest.mark.slow
 
 
-def _with_tokenizer(source: Path, target: Path) -> Path:
-    """A copy of the checkpoint with a word-level tokenizer over its vocabulary."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+@dataclass
+class Server:
+    """A server that is ready, its trainer, and what it said first."""
 
-    shutil.copytree(source, target)
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(256)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(target)
-    return target
+    url: str
+    model_path: Path
+    log: Path
+    trainer: nn.Module
+    first: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.first = {n: t.clone() for n, t in self.trainer.state_dict().items()}
+        self.fresh = self.scores()
 
-@pytest.fixture
-def server(tiny_qwen3_moe: Path, tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """(address, model directory) of a server that is ready."""
-    model = _with_tokenizer(tiny_qwen3_moe, tmp_path / "model")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    options = {"compensation": {"form": "rows"}}
-    command = [
-        *_command(), str(model), "--quantization", "quads", "--additional-config", json.dumps({"quads": options}),
-        "--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "4", "--host", "127.0.0.1", "--port", str(port),
-        "--num-gpu-blocks-override", "64", "--served-model-name", "tiny",
-    ]  # fmt: skip
-    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    log = (tmp_path / "server.log").open("w+")
-    process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 240
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
-                break
-            except OSError:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    log.seek(0)
-                    pytest.fail(f"the server did not start:\n{log.read()[-3000:]}")
-                time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}", model
-    finally:
-        os.killpg(process.pid, signal.SIGINT)
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        log.close()
+    def scores(self) -> list[tuple[list[int], list[float], str]]:
+        """Greedy answers to a few prompts; equal answers mean equal weights."""
+        return [complete(self.url, p) for p in PROMPTS]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Value of one metric, 0 if there is none."""
+        for line in get(f"{self.url}/metrics").splitlines():
+            if re.match(rf"{name}[{{ ]", line) and all(f'{k}="{v}"' in line for k, v in labels.items()):
+                return float(line.rsplit(" ", 1)[1])
+        return 0.0
 
 
-@pytest.mark.slow
-def test_served_logprobs_equal_those_of_an_in_process_engine(
-    server: tuple[str, Path], engine: Callable[..., Any]
-) -> None:
+@pytest.fixture(scope="module")
+def server(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("serve")
+    model = with_tokenizer(tiny_qwen3_moe, directory / "model")
+    log = directory / "server.log"
+    options = ("--enforce-eager", "--additional-config", json.dumps({"quads": OPTIONS}))
+    with serving(model, log, *options, VLLM_SERVER_DEV_MODE="1") as url:
+        yield Server(url, model, log, trainer(tiny_qwen3_moe, OPTIONS))
+
+
+def test_served_logprobs_equal_those_of_an_in_process_engine(server: Server, engine: Callable[..., Any]) -> None:
     """The server quantizes, routes and multiplies as the in-process engine with the same options does, to the last bit
     that HTTP carries, and it logs what it quantized."""
     from vllm import SamplingParams
 
-    url, model = server
-    body = {
-        "model": "tiny", "prompt": PROMPTS[0], "max_tokens": 6, "temperature": 0, "logprobs": 1, "ignore_eos": True,
-        "return_token_ids": True,
-    }  # fmt: skip
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    choice = json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]
-
-    llm = engine(model, additional_config={"quads": {"compensation": {"form": "rows"}}}, max_num_seqs=4)
+    llm = engine(server.model_path, additional_config={"quads": OPTIONS})
     params = SamplingParams(max_tokens=6, temperature=0, logprobs=1, ignore_eos=True, detokenize=False)
     (mine,) = llm.generate([{"prompt_token_ids": PROMPTS[0]}], params, use_tqdm=False)
     tokens = list(mine.outputs[0].token_ids)
-    assert choice["token_ids"] == tokens
+    served_tokens, values, _ = server.fresh[0]
+    assert served_tokens == tokens
     expected = [entry[t].logprob for entry, t in zip(mine.outputs[0].logprobs, tokens, strict=True)]
-    assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-6)
-    assert "quads: 24 of" in (model.parent / "server.log").read_text()
+    assert values == pytest.approx(expected, abs=1e-6)
+    assert "quads: 24 of" in server.log.read_text()
+    assert as_engine(llm).fingerprint() == as_engine(server.url).fingerprint()
+
+
+def test_pushes_over_http(server: Server) -> None:
+    """A trainer in another process pushes packed and BF16 weights through files; both sides have one fingerprint, and
+    policy A pushed again gives the answers of the server's own load. Version and metrics follow."""
+    model = server.trainer
+    sync = RolloutSync(model, server.url)
+    train(model, 1)
+    report = sync.push()
+    changed = server.scores()
+    assert changed != server.fresh
+    assert report.fingerprint == sync.payload.fingerprint() == as_engine(server.url).fingerprint()
+    sync.push(packed=False)
+    assert server.scores() == changed
+    model.load_state_dict(server.first)
+    report = sync.push(7)
+    assert server.scores() == server.fresh
+    assert as_engine(server.url).policy_version() == 7 == server.metric("quads_policy_version")
+    assert server.metric("quads_fingerprint_info", fingerprint=report.fingerprint) == 1
+    assert server.metric("quads_refit_total", outcome="committed") == 3
+    assert server.metric("quads_refit_bytes_total", payload="packed") == 2 * report.bytes
+    assert server.metric("quads_refit_bytes_total", payload="bf16") > report.bytes
+    assert server.metric("quads_refit_seconds_count", phase="verify") == 3
+    assert _weight_info(server.url) in (None, "7")  # a route of vLLM 0.29 and newer
+
+
+def _weight_info(url: str) -> str | None:
+    try:
+        return str(json.loads(get(f"{url}/weight_info"))["weight_version"])
+    except urllib.error.HTTPError:
+        return None
+
+
+def test_reload_from_checkpoints(server: Server, engine: Callable[..., Any], tmp_path: Path) -> None:
+    """A directory of `export_checkpoint` and one of `save_pretrained` are read by the server itself; afterwards it
+    answers as a fresh engine on that directory."""
+    from vllm import SamplingParams
+
+    model = server.trainer
+    rollout = HttpEngine(server.url)
+    train(model, 2)
+    exported = export_checkpoint(model, tmp_path / "packed")
+    report = rollout.load_checkpoint(exported.path, fingerprint=exported.fingerprint)
+    assert report.fingerprint == exported.fingerprint == rollout.fingerprint()
+    values = server.scores()
+    llm = engine(exported.path, additional_config={"quads": OPTIONS})
+    params = SamplingParams(max_tokens=6, temperature=0, logprobs=0, ignore_eos=True, detokenize=False)
+    (mine,) = llm.generate([{"prompt_token_ids": PROMPTS[0]}], params, use_tqdm=False)
+    assert values[0][0] == list(mine.outputs[0].token_ids)
+    assert values[0][1] == pytest.approx([next(iter(e.values())).logprob for e in mine.outputs[0].logprobs], abs=1e-6)
+    model.save_pretrained(tmp_path / "bf16")
+    assert rollout.load_checkpoint(tmp_path / "bf16").fingerprint == exported.fingerprint
+    assert server.scores() == values
+    model.load_state_dict(server.first)
+    export_checkpoint(model, tmp_path / "first")
+    rollout.load_checkpoint(tmp_path / "first")  # without a fingerprint: the server computes it from the files
+    assert server.scores() == server.fresh
+
+
+def test_what_must_not_be_served_is_refused(server: Server, tmp_path: Path) -> None:
+    """Wrong version, wrong contract, NaN, an expert that is missing, a directory that is not there, a file that is
+    truncated: each is refused with its name, the previous answers stay, and the refusal is counted."""
+    model, rollout = server.trainer, HttpEngine(server.url)
+    model.load_state_dict(server.first)
+    sync = RolloutSync(model, rollout)
+    sync.push()
+    version, fingerprint = rollout.policy_version(), rollout.fingerprint()
+    counted = server.metric("quads_refit_total", outcome="refused")
+
+    def refused(said: str, attempt: Callable[[], Any]) -> None:
+        with pytest.raises(RefitError, match=said):
+            attempt()
+        assert (rollout.policy_version(), rollout.fingerprint()) == (version, fingerprint)
+
+    refused(rf"policy version {version} is not newer", lambda: sync.push(version))
+    refused("previous weights keep serving", lambda: _push_damaged(sync, rollout, lambda name: "layers.1" in name))
+    other = trainer(server.model_path, {"compensation": {"form": "blocks"}})
+    export_checkpoint(other, tmp_path / "other")
+    refused(r"compensation\.form", lambda: rollout.load_checkpoint(tmp_path / "other"))
+    refused("is not a directory", lambda: rollout.load_checkpoint(tmp_path / "nowhere"))
+    good = export_checkpoint(model, tmp_path / "good")
+    refused("they do not hold the same", lambda: rollout.load_checkpoint(good.path, fingerprint="0" * 16))
+    shard = good.path / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    refused("truncated", lambda: rollout.load_checkpoint(good.path))
+    assert server.scores() == server.fresh
+    assert server.metric("quads_refit_total", outcome="refused") == counted + 6
+    assert server.metric("quads_refit_refusals_total", reason="manifest") >= 4
+    assert not json.loads(get(f"{server.url}/is_paused"))["is_paused"]
+
+
+def _push_damaged(sync: RolloutSync, rollout: HttpEngine, where: Callable[[str], bool]) -> None:
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for item in sync.payload.items():
+            for name, tensor in item.tensors().items():
+                if where(name) and name.endswith("input_layernorm.weight"):
+                    tensor = torch.full_like(tensor, torch.nan)
+                yield name, tensor
+
+    rollout.begin(manifest(sync, rollout))
+    rollout.load(stream())
+    rollout.commit()
+
+
+def test_a_trainer_that_is_killed_half_way(server: Server) -> None:
+    """The server waits with half of a push; another trainer is told so, recovers it, and the old answers are back."""
+    model, rollout = server.trainer, HttpEngine(server.url)
+    model.load_state_dict(server.first)
+    sync = RolloutSync(model, rollout)
+    sync.push()
+    dead = HttpEngine(server.url)
+    train(model, 3)
+    dead.begin(manifest(sync, dead))
+    dead.load(pair for item in list(sync.payload.items())[:20] for pair in item.tensors().items())
+    del dead
+    with pytest.raises(RefitError, match=r"another trainer's update is open.*recover\(\)"):
+        sync.push()
+    rollout.recover()
+    assert server.scores() == server.fresh
+
+
+def test_requests_during_a_push_see_one_policy_each(server: Server) -> None:
+    """Clients that send all the time get the old answer or the new one, never a third; first old ones, then new ones.
+    None is lost."""
+    model = server.trainer
+    model.load_state_dict(server.first)
+    sync = RolloutSync(model, server.url)
+    sync.push()
+    prompt = PROMPTS[1]
+    old = complete(server.url, prompt, 24)
+    train(model, 4)
+    answers: list[list[Any]] = [[] for _ in range(3)]
+    stop = threading.Event()
+
+    def client(mine: list[Any]) -> None:
+        while not stop.is_set():
+            mine.append(complete(server.url, prompt, 24))
+
+    threads = [threading.Thread(target=client, args=(mine,)) for mine in answers]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.4)
+    sync.push()
+    time.sleep(0.4)
+    stop.set()
+    for thread in threads:
+        thread.join(60)
+    new = complete(server.url, prompt, 24)
+    assert new != old
+    for mine in answers:
+        kinds = [(answer != old) + (answer not in (old, new)) for answer in mine]
+        assert kinds == sorted(kinds)
+        assert {0, 1} == set(kinds)
+    model.load_state_dict(server.first)
+    sync.push()
+
+
+def test_calls_that_speak_another_protocol_are_refused(server: Server) -> None:
+    """vLLM's own calls without QUADS' manifest: the error says what to use, and the next push succeeds."""
+    post(f"{server.url}/start_weight_update")
+    post(
+        f"{server.url}/update_weights", {"update_info": {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[1]]}}
+    )
+    with pytest.raises(urllib.error.HTTPError):
+        post(f"{server.url}/finish_weight_update")
+    assert "refitted through vllm_quads.refit.as_engine or HttpEngine" in server.log.read_text()
+    post(f"{server.url}/finish_weight_update")
+    server.trainer.load_state_dict(server.first)
+    RolloutSync(server.trainer, server.url).push()
+    assert server.scores() == server.fresh

@@ -48,9 +48,7 @@ class IpcPlane:
 
     def send(self, control: Control, tensors: list[tuple[str, Tensor]]) -> None:
         """Send handles, and wait until every worker has read the memory behind them."""
-        for name, tensor in tensors:
-            if not tensor.is_cuda:
-                raise RefitError(f"{name}: is on {tensor.device}, CUDA IPC needs the trainer's weights on a GPU")
+        _require_gpu("CUDA IPC", tensors)
         large = [(n, t.detach().contiguous()) for n, t in tensors if t.nbytes >= _SMALL]
         small = [(n, t.detach().contiguous()) for n, t in tensors if t.nbytes < _SMALL]
         if large:
@@ -125,9 +123,7 @@ class NcclPlane:
 
     def send(self, control: Control, tensors: list[tuple[str, Tensor]]) -> None:
         """Broadcast one bucket while the workers receive it."""
-        for name, tensor in tensors:
-            if not tensor.is_cuda:
-                raise RefitError(f"{name}: is on {tensor.device}, NCCL needs the trainer's weights on a GPU")
+        _require_gpu("NCCL", tensors)
         ordered = _aligned([(n, t.detach().contiguous()) for n, t in tensors])
         message = {
             "op": "load", "plane": "nccl", "packed": True, "packed_buffer_size_bytes": _ONE_CHUNK,
@@ -150,6 +146,12 @@ class NcclPlane:
         destroy = getattr(group, "destroy", None)
         if destroy is not None:
             destroy()
+
+
+def _require_gpu(plane: str, tensors: list[tuple[str, Tensor]]) -> None:
+    for name, tensor in tensors:
+        if not tensor.is_cuda:
+            raise RefitError(f"{name}: is on {tensor.device}, {plane} needs the trainer's weights on a GPU")
 
 
 def _aligned(tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weight-transfer backend in a worker: vLLM's calls, vLLM's own transports, and what a worker answers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from plugin_helpers import scores
+from serving_helpers import manifest, train, trainer
+from torch import Tensor
+
+pytest.importorskip("vllm")
+
+from trainer_qat import RolloutSync
+from vllm_quads.nvfp4 import RefitError
+from vllm_quads.plugin import compat, transfer_send
+from vllm_quads.plugin.serving import LlmEngine
+from vllm_quads.plugin.transfer_receive import Receivers, decode_handle
+from vllm_quads.plugin.transfer_send import IpcPlane, NcclPlane
+from vllm_quads.refit import as_engine
+from vllm_quads.refit.planes import DiskPlane, InlinePlane
+
+WORKER = "weight_transfer_engine"
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_qwen3_moe: Path, module_engine: Callable[..., Any]) -> tuple[Any, Any]:
+    return module_engine(tiny_qwen3_moe), trainer(tiny_qwen3_moe)
+
+
+@pytest.mark.parametrize("plane", [InlinePlane(bucket_bytes=5000), DiskPlane()])
+def test_vllms_calls_carry_a_whole_push(shared: tuple[Any, Any], plane: Any) -> None:
+    """Through `start_weight_update`, `update_weights` and `finish_weight_update`, in many small buckets, a push gives
+    the same weights as the in-process engine's own way."""
+    llm, model = shared
+    train(model, 1)
+    direct = RolloutSync(model, llm)
+    report, expected = direct.push(), scores(llm)
+    train(model, 2)
+    direct.push()
+    assert scores(llm) != expected
+    train(model, 1)
+    sync = RolloutSync(model, LlmEngine(llm, plane))
+    fingerprint = sync.push().fingerprint
+    assert fingerprint == sync.payload.fingerprint() == as_engine(llm).fingerprint() != report.fingerprint
+    values = scores(llm)
+    direct.push()
+    assert scores(llm) == values
+    if hasattr(llm, "get_weight_version"):
+        assert llm.get_weight_version() == str(as_engine(llm).policy_version() - 1)
+    plane.close()
+
+
+def test_a_worker_answers_questions(shared: tuple[Any, Any]) -> None:
+    """Only JSON types, errors included, so that any of vLLM's transports can carry them."""
+    llm, _ = shared
+    for question in ("status", "describe", "fingerprint", "what?"):
+        (answer,) = llm.collective_rpc(WORKER, args=(question,))
+        json.dumps(answer)
+        assert ("error" in answer) is (question == "what?")
+
+
+def test_a_failed_update_does_not_block_the_next(shared: tuple[Any, Any]) -> None:
+    """Messages out of order, an unknown operation and an update without a commit are failures that the worker keeps;
+    `finish_weight_update` raises what nobody has asked for, and then the worker is ready again."""
+    llm, model = shared
+    before = as_engine(llm).fingerprint()
+    rollout = LlmEngine(llm)
+    for message, said in (
+        ({"op": "commit"}, "commit came before a manifest"),
+        ({"op": "load", "plane": "inline", "data": _bytes({"a": torch.ones(1)})}, "tensors came before a manifest"),
+        ({"op": "load", "plane": "pigeon"}, "plane: is 'pigeon'"),
+        ({"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[1]]}, r"op is ''.*as_engine or HttpEngine"),
+        ({"op": "begin", "manifest": {}}, "not a refit manifest"),
+    ):
+        llm.start_weight_update()
+        llm.update_weights({"update_info": message})
+        with pytest.raises(RefitError, match=said):
+            llm.finish_weight_update()
+        llm.finish_weight_update()
+    llm.start_weight_update()
+    with pytest.raises(RefitError, match="finished without a commit"):
+        llm.finish_weight_update()
+    llm.finish_weight_update()
+    assert as_engine(llm).fingerprint() == before
+    sync = RolloutSync(model, rollout)
+    assert sync.push().fingerprint == as_engine(llm).fingerprint()
+
+
+def test_an_update_of_another_trainer_is_not_aborted(shared: tuple[Any, Any]) -> None:
+    """A second trainer's `begin` and `abort` leave the first one's update alone."""
+    llm, model = shared
+    first, second = (RolloutSync(model, LlmEngine(llm)) for _ in range(2))
+    one, other = first.engine, second.engine
+    assert one is not None
+    assert other is not None
+    one.begin(manifest(first, one))
+    with pytest.raises(RefitError, match="another trainer's update is open"):
+        other.begin(manifest(second, other))
+    other.abort()
+    one.load(pair for item in first.payload.items() for pair in item.tensors().items())
+    assert one.commit().fingerprint == first.payload.fingerprint()
+
+
+def test_while_asleep_at_level_2_nothing_is_answered(shared: tuple[Any, Any]) -> None:
+    """The engine refuses a request until the next push, even where (as on a CPU) the memory was never given back."""
+    llm, model = shared
+    sync = RolloutSync(model, LlmEngine(llm))
+    sync.push()
+    values, rollout = scores(llm), sync.engine
+    assert isinstance(rollout, LlmEngine)
+    rollout._ask("before_sleep")
+    assert rollout.status().state.value == "refusing"
+    assert "level 2" in rollout.status().reason
+    sync.push()
+    assert rollout.status().state.value == "serving"
+    assert scores(llm) == values
+
+
+def _bytes(tensors: dict[str, Tensor]) -> bytes:
+    from safetensors.torch import save
+
+    return save(tensors)
+
+
+# -- vLLM's transports -------------------------------------------------------------------------------------------------
+
+
+class Group:
+    """One rank of a two-rank group, with vLLM's `broadcast`."""
+
+    def __init__(self, mail: queue.Queue[Tensor], rank: int) -> None:
+        self._mail, self._rank = mail, rank
+
+    def broadcast(self, tensor: Tensor, src: int, stream: Any = None) -> None:
+        """From rank 0 to rank 1."""
+        assert src == 0
+        if self._rank == 0:
+            self._mail.put(tensor.clone())
+        else:
+            tensor.copy_(self._mail.get(timeout=10))
+
+    def destroy(self) -> None:
+        """Nothing to leave."""
+
+
+class Sink:
+    """Takes what arrives."""
+
+    def __init__(self) -> None:
+        self.got: dict[str, Tensor] = {}
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Keep it."""
+        self.got |= {n: t.clone() for n, t in weights}
+
+
+@pytest.fixture
+def receivers() -> tuple[Receivers, Sink]:
+    sink = Sink()
+    config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0, world_size=1), model_config=None)
+    return Receivers(None, config, torch.device("cpu"), sink), sink
+
+
+def test_nccl_buckets_go_through_vllms_own_code(
+    receivers: tuple[Receivers, Sink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What vLLM's packed broadcast sends, vLLM's receiving engine takes apart into the same tensors, whatever dtypes
+    and odd sizes a bucket holds. (Both run here over a group in memory.)"""
+    from vllm.distributed.weight_transfer import packed_tensor
+
+    stream = SimpleNamespace(synchronize=lambda: None)
+    if hasattr(packed_tensor, "_get_streams"):
+        monkeypatch.setattr(packed_tensor, "_get_streams", lambda index, count: (stream,) * count)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *a, **k: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda s: contextlib.nullcontext())
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(transfer_send, "_require_gpu", lambda plane, tensors: None)
+    mail: queue.Queue[Tensor] = queue.Queue()
+    worker, sink = receivers
+    joined: list[dict[str, Any]] = []
+
+    def join(info: Any, parallel: Any) -> Group:
+        joined.append({k: getattr(info, k) for k in ("master_address", "master_port", "rank_offset", "world_size")})
+        return Group(mail, 1)
+
+    monkeypatch.setattr("vllm.distributed.weight_transfer.nccl_engine.worker_init_process_group", join)
+    monkeypatch.setattr(compat, "join_as_trainer", lambda info: Group(mail, 0))
+
+    class Control:
+        def init(self, info: Mapping[str, Any]) -> None:
+            worker.init(info["plane"], info["info"])
+
+        def update(self, info: Mapping[str, Any]) -> None:
+            json.dumps(info)
+            arguments = {k: v for k, v in info.items() if k not in ("op", "plane")}
+            worker.receive(info["plane"], arguments)
+
+        def rpc(self, method: str, *args: Any) -> list[Any]:
+            return [{"plane_error": None}]
+
+    g = torch.Generator().manual_seed(0)
+    tensors = [
+        ("codes", torch.randint(0, 255, (3, 5), dtype=torch.uint8, generator=g)),
+        ("scale", torch.rand(7, generator=g).to(torch.float8_e4m3fn)),
+        ("norm", torch.rand(3, generator=g).to(torch.bfloat16)),
+        ("global", torch.rand((), generator=g)),
+    ]
+    plane = NcclPlane(lambda: 1, address="10.0.0.1", port=5)
+    plane.connect(Control(), "engine 1")  # type: ignore[arg-type]
+    plane.connect(Control(), "engine 1")  # type: ignore[arg-type]
+    assert joined == [{"master_address": "10.0.0.1", "master_port": 5, "rank_offset": 1, "world_size": 2}]
+    for _ in range(2):
+        plane.send(Control(), tensors)  # type: ignore[arg-type]
+        assert sink.got.keys() == dict(tensors).keys()
+        for name, tensor in tensors:
+            assert sink.got[name].dtype == tensor.dtype
+            assert torch.equal(sink.got[name].float(), tensor.float())
+        sink.got.clear()
+    plane.connect(Control(), "engine 2")  # type: ignore[arg-type]
+    assert len(joined) == 2
+
+
+def test_ipc_handles_survive_as_json(receivers: tuple[Receivers, Sink], monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's receiving engine gets what torch's `rebuild_cuda_tensor` needs, out of JSON and without pickles, both for
+    single tensors and for one shared buffer."""
+    from vllm.distributed.weight_transfer import ipc_engine, packed_tensor
+
+    handle = [[2, 3], [3, 1], 4, "float8_e4m3fn", 0, "00ff", 4096, 512, "0a", 64, "0b", True]
+    args = decode_handle(json.loads(json.dumps(handle)))
+    assert args[1:4] == (torch.Size([2, 3]), (3, 1), 4)
+    assert args[5:10] == (torch.float8_e4m3fn, 0, b"\x00\xff", 4096, 512)
+    assert args[10:] == (False, b"\x0a", 64, b"\x0b", True)
+
+    stored = torch.arange(6.0).reshape(2, 3)
+    rebuilt: list[Any] = []
+
+    def rebuild(*values: Any) -> Tensor:
+        rebuilt.append(values)
+        return stored if values[5] is torch.float32 else stored.view(-1).view(torch.uint8)
+
+    monkeypatch.setattr(ipc_engine, "rebuild_cuda_tensor", rebuild)
+    monkeypatch.setattr("torch.multiprocessing.reductions.rebuild_cuda_tensor", rebuild)
+    monkeypatch.setattr(packed_tensor, "rebuild_cuda_tensor", rebuild, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="GPU-1"))
+    worker, sink = receivers
+    single = [*handle[:3], "float32", *handle[4:]]
+    worker.receive(
+        "ipc", {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2, 3]], "handles": [{"GPU-1": single}]}
+    )
+    assert torch.equal(sink.got.pop("w"), stored)
+    buffer = [*handle[:3], "uint8", *handle[4:]]
+    worker.receive(
+        "ipc",
+        {"names": ["a", "b"], "dtype_names": ["float32"] * 2, "shapes": [[2], [2, 2]], "handles": {"GPU-1": buffer},
+         "tensor_sizes": [8, 16]},
+    )  # fmt: skip
+    assert torch.equal(sink.got["a"], torch.tensor([0.0, 1.0]))
+    assert torch.equal(sink.got["b"], torch.tensor([[2.0, 3.0], [4.0, 5.0]]))
+    assert len(rebuilt) == 2
+    worker.close()
+
+
+def test_tensors_on_a_cpu_cannot_travel_by_gpu_transports() -> None:
+    """The error names the tensor."""
+    for plane in (IpcPlane(), NcclPlane(lambda: 1)):
+        with pytest.raises(RefitError, match="a.weight: is on cpu"):
+            plane.send(SimpleNamespace(), [("a.weight", torch.ones(1))])  # type: ignore[arg-type]
