@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import stop_engine
+from serving_helpers import serving
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 pytest.importorskip("trl", reason="trl is not installed")
@@ -103,22 +104,22 @@ def make_trainer(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 class Watch(TrainerCallback):  # type: ignore[misc]
     """Fingerprints of both sides when a step has its gradients and its weights are still those of the rollout."""
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Any, engine: Any) -> None:
+        self.trainer, self.engine = trainer, engine
         self.seen: list[tuple[str, str, int]] = []
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Called by Trainer before the optimizer steps."""
-        generation = self.trainer.vllm_generation
-        engine = as_engine(generation.llm)
-        self.seen.append((generation.sync.payload.fingerprint(), engine.fingerprint(), engine.policy_version()))
+        mine = self.trainer.vllm_generation.sync.payload.fingerprint()
+        engine = as_engine(self.engine)
+        self.seen.append((mine, engine.fingerprint(), engine.policy_version()))
 
 
 @pytest.fixture(scope="module")
 def run(make_trainer: Callable[..., Any]) -> SimpleNamespace:
     """Five steps of GRPO."""
     trainer = make_trainer()
-    watch = Watch(trainer)
+    watch = Watch(trainer, trainer.vllm_generation.llm)
     trainer.add_callback(watch)
     trainer.train()
     lines = [line for line in trainer.state.log_history if "loss" in line]
@@ -167,6 +168,27 @@ def test_compensation_follows_the_policy(make_trainer: Callable[..., Any], tmp_p
     assert state.sensitivities
     assert state.sensitivities.keys() == state.sites.keys()
     assert any(bool(site.blocks.any()) for site in state.sites.values())
+
+
+@pytest.mark.slow
+def test_server_mode_pushes_over_http(policy: Path, tmp_path: Path) -> None:
+    """With vllm_mode="server", weights reach a plain `vllm serve` through a verified push; one whose log-probs are of
+    another distribution than the sampled one is refused."""
+    options = ("--enforce-eager", "--logprobs-mode", "processed_logprobs")
+    with serving(policy, tmp_path / "server.log", *options, VLLM_SERVER_DEV_MODE="1") as url:
+        args = config(tmp_path / "out", vllm_mode="server", vllm_server_base_url=url, max_steps=2)
+        data = Dataset.from_dict({"prompt": PROMPTS * 4})
+        trainer = QuadsGRPOTrainer(str(policy), reward, args=args, train_dataset=data)
+        watch = Watch(trainer, url)
+        trainer.add_callback(watch)
+        trainer.train()
+        assert [(mine == theirs, version) for mine, theirs, version in watch.seen] == [(True, 1), (True, 2)]
+        lines = [line for line in trainer.state.log_history if "loss" in line]
+        assert all(0 < line["quads/sampling_logp_difference/mean"] < 0.5 for line in lines)
+        client = trainer.vllm_generation.vllm_client
+        client.get_server_info = lambda: {"model_config": {"logprobs_mode": "raw_logprobs"}}
+        with pytest.raises(ContractError, match="--logprobs-mode raw_logprobs"):
+            integration.require_sampled_logprobs(client)
 
 
 def test_a_prepared_model_keeps_its_contract(policy: Path, tmp_path: Path) -> None:

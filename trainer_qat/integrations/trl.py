@@ -6,6 +6,10 @@
     trainer = GRPOTrainer(model, reward_funcs, args=GRPOConfig(use_vllm=True, vllm_mode="colocate"), train_dataset=data)
     trainer.train()
 
+With vllm_mode="server" the server is started with
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --quantization quads --logprobs-mode processed_logprobs
+
 The policy is fake-quantized, the engine serves it in NVFP4, every sync of weights goes through `RolloutSync`
 (validated, atomic, fingerprints compared), and each log line has the mismatch of trainer and rollout under `quads/`.
 
@@ -32,7 +36,7 @@ from trainer_qat.prepare import QatReport, is_prepared, prepare_qat, state_of
 from trainer_qat.sensitivity import sensitivities
 from trainer_qat.sync import RolloutSync
 from vllm_quads.nvfp4 import Contract, ContractError, MismatchError, first_difference
-from vllm_quads.refit import RefitReport, as_engine
+from vllm_quads.refit import HttpEngine, RefitReport
 
 PREFIX = "quads/"
 SAMPLES = 8
@@ -60,6 +64,7 @@ class QuadsGeneration(vllm_generation.VLLMGeneration):
     def generate(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """TRL's; notes a few samples, on which sensitivities are computed at the next push."""
         output: tuple[Any, ...] = super().generate(*args, **kwargs)
+        self._note_sleep()
         if self._refresh:
             pairs = [(list(p), list(c)) for p, c in zip(output[0], output[1], strict=False) if c][:SAMPLES]
             self._sampled = ([p for p, _ in pairs], [c for _, c in pairs]) if pairs else None
@@ -89,7 +94,7 @@ class QuadsGeneration(vllm_generation.VLLMGeneration):
         if self.mode == "colocate":
             engine = self.llm
         elif self.accelerator.is_main_process:
-            engine = as_engine(self.vllm_client.base_url)
+            engine = HttpEngine(self.vllm_client.base_url, **self.engine_options)
         return RolloutSync(self.model, engine)
 
     def _require_one_policy(self) -> None:
@@ -114,12 +119,7 @@ class QuadsGeneration(vllm_generation.VLLMGeneration):
             return
         url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
         self.vllm_client = vllm_generation.VLLMClient(base_url=url, connection_timeout=self.server_timeout)
-        mode = self.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
-        if mode != "processed_logprobs":
-            raise ContractError(
-                f"the server at {url} runs with --logprobs-mode {mode}, so its log-probs are not those it samples from "
-                f"at a temperature; start it with --logprobs-mode processed_logprobs"
-            )
+        require_sampled_logprobs(self.vllm_client)
 
     def _start(self) -> None:
         """An engine in this process. `external_launcher` runs it here, beside whatever process group there is."""
@@ -143,9 +143,16 @@ class QuadsGeneration(vllm_generation.VLLMGeneration):
             "seed": rank,
         }
         self.llm = vllm_generation.LLM(**(options | self.engine_options))
+        self._llm_weights_sleeping = False
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
-        self._llm_weights_sleeping = self.enable_sleep_mode
+            self._llm_weights_sleeping = True
+        self._note_sleep()
+
+    def _note_sleep(self) -> None:
+        """Sleep drops the weights: from now on the engine refuses to serve until a push has brought them back."""
+        if self.mode == "colocate" and self._llm_weights_sleeping:
+            self.llm.collective_rpc("weight_transfer_engine", args=("before_sleep",))
 
 
 class QuadsMixin:
@@ -165,8 +172,8 @@ class QuadsMixin:
         Args:
             contract: what is quantized; None takes that of a prepared model, or else the default (all routed experts).
             qat_options: further arguments of `prepare_qat`, such as {"cache": "packed"}.
-            engine_options: further arguments of vLLM's `LLM`, such as {"enforce_eager": True}; they win over TRL's.
-                Colocated engines only.
+            engine_options: further arguments of a colocated engine, vLLM's `LLM` ({"enforce_eager": True}; they win
+                over TRL's), or of a server's `HttpEngine` ({"data": "ipc"}).
             refresh_compensation: let the engine gather error statistics while it generates, and choose its channel
                 sets anew at each push, by them and by sensitivities on some of the last samples. A colocated engine
                 that captures no CUDA graphs ({"enforce_eager": True}), and a model that is not sharded.
@@ -281,6 +288,16 @@ def _generation(trainer: Any, config: Any, engine_options: dict[str, Any], refre
         engine_options=engine_options,
         refresh_compensation=refresh,
     )
+
+
+def require_sampled_logprobs(client: Any) -> None:
+    """Raise ContractError for a server whose log-probs are not of the distribution that it samples from."""
+    mode = client.get_server_info()["model_config"]["logprobs_mode"]
+    if mode != "processed_logprobs":
+        raise ContractError(
+            f"the server at {client.base_url} runs with --logprobs-mode {mode}, so at a temperature its log-probs are "
+            f"not those it samples from; start it with --logprobs-mode processed_logprobs"
+        )
 
 
 def _model_path(model: Any, engine_options: Mapping[str, Any]) -> str:
