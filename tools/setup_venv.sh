@@ -60,7 +60,9 @@ case " $* " in *" demo "*)
 esac
 case " $* " in *" test "*)
   # An oracle of the parity tests. Its setuptools>=80 contradicts vLLM's pin; the test extra names the rest of its needs.
-  pip install -q --no-deps nvidia-modelopt==0.47.0 || die "nvidia-modelopt 0.47.0 could not be installed (see above)" ;;
+  pip install -q --no-deps nvidia-modelopt==0.47.0 || die "nvidia-modelopt 0.47.0 could not be installed (see above)"
+  # Its source is compared with the hooks that our adapter uses; it is not run (that needs Ray and GPUs).
+  pip install -q --no-deps verl==0.9.1 || say "verl 0.9.1 could not be installed: its hooks are not compared" ;;
 esac
 "$venv/bin/python" - <<'PY' || die "the installed packages do not import (see above); remove $venv and run this again"
 import torch, vllm_quads  # noqa: F401
