@@ -2,6 +2,7 @@
 """What fake quantization costs a Qwen3-MoE training step on one GPU; writes a JSON result.
 
     python -m benchmarks.training --out quads-bench
+    torchrun --nproc-per-node 2 -m benchmarks.training --layers 16 --no-peers     # FSDP2, tokens are those of a rank
 
 Needs transformers and a CUDA GPU; vLLM is not used.
 """
@@ -9,10 +10,13 @@ Needs transformers and a CUDA GPU; vLLM is not used.
 from __future__ import annotations
 
 import argparse
+import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from trainer_qat.bench import Arm, StepBench, layers_that_fit, modelopt_formula, modelopt_kernel, ratios
 from trainer_qat.cache import CacheMode
@@ -24,6 +28,22 @@ PEERS = {
     "ModelOpt's Triton kernel, per expert": modelopt_kernel(),
     "ModelOpt's formula in torch, per expert": modelopt_formula,
 }
+
+
+def shard(model: nn.Module) -> None:
+    """FSDP2, a unit for each decoder layer."""
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        fully_shard(layer)
+    fully_shard(model)
+
+
+def start_ranks() -> int:
+    """Number of ranks; under torchrun the process group is set up first."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    return ranks
 
 
 def arms_of(bench: StepBench, steps: int, peers: bool) -> list[Arm]:
@@ -38,17 +58,23 @@ def arms_of(bench: StepBench, steps: int, peers: bool) -> list[Arm]:
     for name, context in kinds.items():
         with context:
             arms.append(bench.measure(name, steps))
-            print(_line(arms[-1]), flush=True)
+            say(_line(arms[-1]))
     for name, quantize in PEERS.items() if peers else ():
         if quantize is not None:
             with bench.per_expert(quantize):
                 arms.append(bench.measure(name, max(1, steps // 2), warm_up=1))
-                print(_line(arms[-1]), flush=True)
+                say(_line(arms[-1]))
     again = bench.measure(BASELINE, steps, warm_up=1)
-    print(_line(again), "(again)", flush=True)
+    say(_line(again), "(again)")
     arms[0].step_ms = (arms[0].step_ms + again.step_ms) / 2
     arms[0].steps_ms += again.steps_ms
     return arms
+
+
+def say(*words: object) -> None:
+    """Print on rank 0."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(*words, flush=True)
 
 
 def _line(arm: Arm) -> str:
@@ -67,9 +93,11 @@ def main() -> None:
     args = parser.parse_args()
     tokens = [int(t) for t in args.tokens.split(",")]
     environment.require(hopper=False, vllm=False)
+    ranks = start_ranks()
     layers = args.layers or layers_that_fit(torch.cuda.mem_get_info()[0], max(tokens))
-    bench = StepBench.build(layers, tokens[0], args.micro_batches)
-    print(f"{layers} layers, {bench.quantized_bytes / 2**30:.2f} GiB of routed experts in BF16", flush=True)
+    wrap = shard if ranks > 1 else lambda model: None
+    bench = StepBench.build(layers, tokens[0], args.micro_batches, wrap=wrap)
+    say(f"{layers} layers, {bench.quantized_bytes / 2**30:.2f} GiB of routed experts in BF16, {ranks} ranks")
     series: dict[str, Series] = {}
     details: dict[str, dict[str, object]] = {}
     for i, count in enumerate(tokens):
@@ -86,7 +114,7 @@ def main() -> None:
                 series.setdefault(name, Series(name, kind, unit, {})).values[count] = value
             detail = details.setdefault(arm.name, {})
             detail[str(count)] = {"steps_ms": arm.steps_ms, "peak_bytes": arm.peak_bytes, "loss": arm.loss}
-            print(count, arm.name, {k: round(v, 4) for k, v in relative[arm.name].items()}, flush=True)
+            say(count, arm.name, {k: round(v, 4) for k, v in relative[arm.name].items()})
     result = Result(
         "training",
         "Training step of Qwen3-30B-A3B's layers, weights of the routed experts in NVFP4",
@@ -94,7 +122,8 @@ def main() -> None:
         tuple(series.values()),
         environment.describe(),
         {
-            "name": "qwen3-30b-a3b",
+            "name": "qwen3-30b-a3b" + (f"-fsdp{ranks}" if ranks > 1 else ""),
+            "ranks": ranks,
             "layers": layers,
             "vocabulary": bench.vocabulary,
             "micro_batches": args.micro_batches,
@@ -106,7 +135,10 @@ def main() -> None:
         },
         details=details,
     )
-    print("saved", result.save(args.out / f"{result.stem}.json").name)
+    if int(os.environ.get("RANK", "0")) == 0:
+        say("saved", result.save(args.out / f"{result.stem}.json").name)
+    if ranks > 1:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -73,10 +73,19 @@ class StepBench:
     """BF16 bytes of the routed experts."""
 
     @staticmethod
-    def build(layers: int, tokens: int, micro_batches: int, sequence: int = 4096, **sizes: int) -> StepBench:
+    def build(
+        layers: int,
+        tokens: int,
+        micro_batches: int,
+        sequence: int = 4096,
+        *,
+        wrap: Callable[[nn.Module], object] = lambda model: None,
+        **sizes: int,
+    ) -> StepBench:
         """A random Qwen3-MoE in BF16 with `layers` layers, AdamW with BF16 states, gradient checkpointing.
 
-        tokens: of one micro-batch, in sequences of `sequence` tokens. sizes: other shapes than Qwen3-30B-A3B's.
+        tokens: of one micro-batch, in sequences of `sequence` tokens. wrap: called before the optimizer is made, to
+        shard the model. sizes: other shapes than Qwen3-30B-A3B's.
         """
         from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -96,9 +105,11 @@ class StepBench:
         model.set_experts_implementation("grouped_mm")
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=device == "cuda")
         experts = [p for _, m in experts_of(model) for p in m.parameters() if p.dim() == 3]
-        bench = StepBench(model, optimizer, [], sum(2 * p.numel() for p in experts))
+        quantized_bytes = sum(2 * p.numel() for p in experts)
+        wrap(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=device == "cuda")
+        bench = StepBench(model, optimizer, [], quantized_bytes)
         bench.set_batches(tokens, micro_batches, sequence)
         return bench
 
@@ -111,9 +122,8 @@ class StepBench:
     def set_batches(self, tokens: int, micro_batches: int, sequence: int = 4096) -> None:
         """Other random micro-batches of this many tokens each."""
         sequence = min(sequence, tokens)
-        parameter = next(self.model.parameters())
-        shape = (tokens // sequence, sequence)
-        self.batches = [torch.randint(0, self.vocabulary, shape, device=parameter.device) for _ in range(micro_batches)]
+        shape, device = (tokens // sequence, sequence), next(self.model.parameters()).device
+        self.batches = [torch.randint(0, self.vocabulary, shape, device=device) for _ in range(micro_batches)]
 
     def step(self) -> Tensor:
         """One optimizer step; the loss of its first micro-batch."""
