@@ -14,13 +14,14 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
-from vllm_quads.compensation import SiteState
+from vllm_quads.compensation import SiteState, SiteStatistics
 from vllm_quads.kernels.layout import unarrange
 from vllm_quads.nvfp4 import Contract, ContractError, PackedTensor, Scheme
 from vllm_quads.plugin import compat, config, hopper
 from vllm_quads.plugin.backends import BackendChoice, ExpertsRequest, LinearRequest, TorchExperts, TorchLinear
 from vllm_quads.plugin.hopper import HopperExperts, HopperLinear
 from vllm_quads.plugin.loading import Matrix, PackedLoader, Role, add_parameters
+from vllm_quads.plugin.runtime import LayerRuntime, SiteSpec
 
 EXPERTS, HIDDEN, INTER, TOKENS = 2, 64, 48, 5
 MAP = torch.tensor([-1, 0, -1, 1], dtype=torch.int32)
@@ -155,16 +156,73 @@ def test_reference_is_never_captured(
 
 
 def test_captured_options_cannot_change() -> None:
-    """A captured graph would replay the old options, and gather no statistics: both are refused, not ignored."""
+    """A captured graph would replay the old options: refused, not ignored. Statistics are gathered inside of graphs
+    where the contract has a use for them."""
     quads = config.QuadsConfig()
     quads._contract, quads._captures = Contract(), True
     quads.replace_contract(Contract())
     quads.collect(False)
+    quads.collect(True)
     with pytest.raises(ContractError, match="enforce_eager=True"):
         quads.replace_contract(Contract().merged({"compensation": {"form": "none"}}))
-    with pytest.raises(ContractError, match="enforce_eager=True"):
-        quads.collect(True)
     assert quads.contract == Contract()
+    quads._contract = Contract().merged({"activation": {"centering": "none"}, "compensation": {"form": "rows"}})
+    with pytest.raises(ContractError, match="neither appended blocks nor centring.*enforce_eager=True"):
+        quads.collect(True)
+
+
+def test_statistics_of_captured_graphs_have_a_switch_and_fixed_buffers() -> None:
+    """Accumulators that graphs hold are allocated once, are buffers (sleep mode saves those) but no part of a state
+    dict, and are switched on and off on the device."""
+    sites = [SiteSpec("a.w13", "w13", 64, 1, 64, 0, 1, (0,)), SiteSpec("a.w2", "w2", 48, 2, 48, 0, 2, (0, 1))]
+    host = SimpleNamespace(contract=Contract())
+    runtime = LayerRuntime(host, nn.Module(), PackedLoader(nn.Module(), [], str), sites)  # type: ignore[arg-type]
+    assert runtime.gathering("a.w13") is None
+    runtime.gather_in_graphs()
+    held = [runtime.gathering(site.name) for site in sites]
+    switches = [statistics.paused for statistics in held if statistics is not None]
+    assert [int(s) for s in switches] == [1, 1]
+    for on in (True, False):
+        runtime.collect(on)
+        runtime.reset_statistics()
+        runtime.gather_in_graphs()
+        assert [int(s) for s in switches] == [not on, not on]
+        assert [runtime.gathering(site.name) for site in sites] == held
+    buffers = dict(runtime.named_buffers())
+    for site, statistics in zip(sites, held, strict=True):
+        assert statistics is not None
+        assert buffers[f"{site.key}_statistics_energy"].data_ptr() == statistics.energy.data_ptr()
+        assert f"{site.key}_statistics_rows" in buffers
+    assert not runtime.state_dict()
+
+
+def test_kernels_gather_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While statistics are gathered the fused kernels still run, and get the accumulators and the number of tokens."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(hopper, "quads_moe", lambda x, moe, w, ids, **k: calls.append(k) or x)
+    backend, layer, made = HopperExperts(), Layer(EXPERTS, HIDDEN, INTER), request_of(Contract())
+    backend.prepare(layer.w13, layer.w2, made.w13_site, made.w2_site)
+    w13, w2 = SiteStatistics(HIDDEN, ring_rows=8), SiteStatistics(INTER, EXPERTS)
+    valid = torch.tensor([3], dtype=torch.int32)
+    backend.forward(made)
+    backend.forward(replace(made, w13_statistics=w13, w2_statistics=w2, valid=valid))
+    assert calls[0]["statistics"] is None
+    gathering = calls[1]["statistics"]
+    assert (gathering.w13, gathering.w2, gathering.valid) == (w13, w2, valid)
+
+
+def test_tokens_of_a_step_are_a_view_of_the_engines_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of tokens without padding rows is read where vLLM writes it, so that graphs see each step's."""
+    start = torch.tensor([0, 1, 2, 7], dtype=torch.int32)
+    metadata: Any = {"a": SimpleNamespace(), "b": SimpleNamespace(query_start_loc=start)}
+    monkeypatch.setattr(compat, "is_forward_context_available", lambda: True)
+    monkeypatch.setattr(compat, "get_forward_context", lambda: SimpleNamespace(attn_metadata=metadata))
+    count = compat.token_count(torch.device("cpu"))
+    assert count is not None
+    start[3] = 9
+    assert count.tolist() == [9]
+    metadata = None
+    assert compat.token_count(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("NONE", False), ("FULL_AND_PIECEWISE", True), (None, False)])

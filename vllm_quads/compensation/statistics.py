@@ -100,6 +100,11 @@ class SiteStatistics:
         main = quantize_activation(x, rule=rule, g=g)
         return (x - main.dequantize()).to(torch.float64).square().mean(dim=0, keepdim=True)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that holds state, by name; their addresses never change."""
+        names = ("energy", "tokens", "_rows", "written", "ticket", "paused")
+        return {name.strip("_"): getattr(self, name) for name in names}
+
     def reset(self) -> None:
         """Forget everything, in place (but not whether kernels are paused)."""
         for tensor in (self.energy, self.tokens, self._rows, self.written, self.ticket):

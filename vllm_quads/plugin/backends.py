@@ -74,7 +74,9 @@ class ExpertsRequest:
     """bool [M]: decode tokens, where the backend asks for it (`splits_auto`)."""
     w13_statistics: SiteStatistics | None = None
     w2_statistics: SiteStatistics | None = None
-    """Accumulators, while statistics are gathered."""
+    """Accumulators, while statistics are gathered (or might be, when a captured graph replays)."""
+    valid: Tensor | None = None
+    """int32 [1] on the device: rows of x that are tokens, for statistics; None: all."""
     router_on_input: bool = False
     """Router weights multiply the input instead of the output (Llama 4; top-1 layers)."""
 
@@ -98,7 +100,9 @@ class LinearRequest:
     decode: Tensor | None = None
     """bool [M]: decode tokens, where the backend asks for it (`splits_auto`)."""
     statistics: SiteStatistics | None = None
-    """Accumulator, while statistics are gathered."""
+    """Accumulator, while statistics are gathered (or might be, when a captured graph replays)."""
+    valid: Tensor | None = None
+    """int32 [1] on the device: rows of x that are tokens, for statistics; None: all."""
 
 
 class ExpertsBackend(Protocol):

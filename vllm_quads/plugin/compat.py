@@ -167,6 +167,25 @@ def decode_mask(num_tokens: int, device: torch.device) -> Tensor | None:
     return inside & (lengths[request.clamp(max=lengths.numel() - 1)] == 1)
 
 
+def token_count(device: torch.device) -> Tensor | None:
+    """int32 [1] on the device: tokens of the running step, without the padding rows behind them; None if unknown.
+
+    A view of the buffer that vLLM fills before every step, so a captured graph reads the number of its replay. Where
+    vLLM captures without attention metadata (piecewise graphs) the number is unknown, and padding rows cannot be told.
+    """
+    if not is_forward_context_available():
+        return None
+    metadata = get_forward_context().attn_metadata
+    if not isinstance(metadata, dict):  # none, or micro-batches
+        return None
+    starts = (getattr(m, "query_start_loc", None) for m in metadata.values())
+    start = next((s for s in starts if s is not None), None)
+    if start is None or start.dtype is not torch.int32 or start.device != device:
+        return None
+    last: Tensor = start[-1:]
+    return last
+
+
 def abandon_layerwise_reload() -> None:
     """Take layers that vLLM's layerwise reload has taken apart back to their old tensors, after a failure.
 

@@ -22,9 +22,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from vllm_quads.checkpoint import verify_headers
 from vllm_quads.checkpoint.disk_names import disk_name
-from vllm_quads.compensation import CompensationState
+from vllm_quads.compensation import CompensationState, uses_blocks
 from vllm_quads.nvfp4 import (
     ActivationGlobalScale,
+    Centering,
     CheckpointError,
     Contract,
     ContractError,
@@ -148,10 +149,19 @@ class QuadsConfig(QuantizationConfig):
 
     def collect(self, on: bool) -> None:
         """Start or stop gathering statistics in every layer. Raises ContractError where captured graphs would not."""
-        if on:
-            self._refuse_under_graphs("would miss every token of a captured graph")
+        if on and self._captures and not self._graphs_gather():
+            self._refuse_under_graphs(
+                "gathers nothing, since its contract uses neither appended blocks nor centring, what statistics are for"
+            )
         for runtime in self.runtimes.values():
             runtime.collect(on)
+
+    def _graphs_gather(self) -> bool:
+        """True if captured graphs hold the kernel that gathers statistics: where the contract has a use for them."""
+        contract = self.contract
+        return contract.scheme is Scheme.W4A4 and (
+            uses_blocks(contract) or contract.activation.centering is not Centering.NONE
+        )
 
     def _refuse_under_graphs(self, why: str) -> None:
         if self._captures:
@@ -284,6 +294,8 @@ class QuadsConfig(QuantizationConfig):
     def after_loading(self, runtime: LayerRuntime) -> None:
         """A layer has been loaded, at start or by vLLM's layerwise reload: check that nothing is missing."""
         self.model_loaded()
+        if self._captures and self._graphs_gather():
+            runtime.gather_in_graphs()
         if self._dummy and not runtime.loader.ever_loaded:
             runtime.loader.fill_dummy()
             return

@@ -158,7 +158,8 @@ class VllmEngine:
     def collect_statistics(self, on: bool = True) -> None:
         """Start or stop gathering error statistics while the engine generates.
 
-        Raises ContractError for an engine with CUDA graphs, which would replay without gathering.
+        An engine with CUDA graphs gathers too where its contract has a use for statistics (appended blocks or centring)
+        and raises ContractError otherwise.
         """
         self._read(lambda config: config.collect(on))
 

@@ -17,6 +17,8 @@ from vllm_quads.compensation import SiteState
 from vllm_quads.compensation.experts import prepare_experts
 from vllm_quads.kernels import MoECompensation, PreparedMoE, prepare_moe_weights, quads_moe
 from vllm_quads.kernels.linear import LinearCompensation, PreparedLinear, prepare_linear, quads_linear
+from vllm_quads.kernels.statistics import Gathering
+from vllm_quads.kernels.weights import QuantizedStack, dequantize_stack
 from vllm_quads.nvfp4 import BlockScaleRule, Centering, Contract, Form, PackedTensor, Scheme
 from vllm_quads.plugin.backends import (
     ExpertsRequest,
@@ -48,7 +50,7 @@ class HopperExperts:
         assert self._moe is not None
         assert self._packed is not None
         r = request
-        if r.gathers or r.x.dtype is torch.float32:
+        if r.x.dtype is torch.float32:
             # Off the fast path: the reference, on operands decoded for this call alone. It cannot be captured, which
             # `config` sees to.
             prepared = prepare_experts(*self._packed, r.w13_site, r.w2_site)
@@ -71,6 +73,7 @@ class HopperExperts:
     def _compensation(self, contract: Contract, w13: SiteState, w2: SiteState) -> MoECompensation:
         form = contract.compensation.form
         blocks = form is Form.BLOCKS and contract.compensation.ratio > 0
+            statistics=Gathering(r.w13_statistics, r.w2_statistics, r.valid) if r.w13_statistics is not None else None,
         centered = contract.activation.centering is not Centering.NONE
         return MoECompensation(
             mask13=w13.blocks[0] if blocks else None,
@@ -104,7 +107,7 @@ class HopperLinear:
     def forward(self, request: LinearRequest) -> Tensor:
         assert self._linear is not None
         r = request
-        if r.statistics is not None or r.x.dtype is torch.float32:
+        if r.x.dtype is torch.float32:
             reference = TorchLinear()
             reference.prepare(self._parts, r.site)
             return reference.forward(replace(r, decode=torch.ones(r.x.shape[0], dtype=torch.bool, device=r.x.device)))
@@ -122,6 +125,7 @@ class HopperLinear:
         form = contract.compensation.form
         centered = contract.activation.centering is not Centering.NONE
         return LinearCompensation(
+            statistics=Gathering(r.statistics, valid=r.valid) if r.statistics is not None else None,
             mask=site.blocks[0] if form is Form.BLOCKS and contract.compensation.ratio > 0 else None,
             center=site.center if centered else None,
             bias=self._bias if centered else None,

@@ -64,6 +64,8 @@ class LayerRuntime(nn.Module):
         """What the contract lets take effect of them."""
         self.statistics: dict[str, SiteStatistics] = {}
         self.collecting = False
+        self.in_graphs = False
+        """True once forward passes always hold the accumulators, see `gather_in_graphs`."""
         self._derived_from: tuple[int, int] | None = None
         self._state_version = 0
         loader.on_complete = self.settle_for_graphs
@@ -139,7 +141,29 @@ class LayerRuntime(nn.Module):
             if on and name not in self.statistics:
                 ring = RING_ROWS if spec.groups == 1 and spec.full_groups == 1 else 0
                 self.statistics[name] = SiteStatistics(spec.k, spec.groups, ring_rows=ring, device=device)
+        if on:
+            self._allocate_statistics()
         self.collecting = on
+        for statistics in self.statistics.values():
+            statistics.paused.fill_(not on)
+
+    def gather_in_graphs(self) -> None:
+        """Before CUDA graphs are captured: allocate the accumulators, and give them to every forward pass from now on.
+
+        Kernels that a graph replays read on the device whether `collect` has switched gathering on. The accumulators
+        become buffers, so that sleep mode saves them.
+        """
+        if self.in_graphs:
+            return
+        self._allocate_statistics()
+        self.in_graphs = True
+        self.collect(False)
+        for name, statistics in self.statistics.items():
+            for key, tensor in statistics.tensors().items():
+                tensor.weight_loader_numel = 0  # type: ignore[attr-defined]
+                self.register_buffer(f"{self.specs[name].key}_statistics_{key}", tensor, persistent=False)
+
+    def _allocate_statistics(self) -> None:
 
     def reset_statistics(self) -> None:
         """Forget what was gathered, in place."""
@@ -147,8 +171,12 @@ class LayerRuntime(nn.Module):
             statistics.reset()
 
     def gathering(self, name: str) -> SiteStatistics | None:
-        """The accumulator of a site if statistics are switched on."""
-        return self.statistics.get(name) if self.collecting else None
+        """The accumulator of a site if statistics are switched on, or might be while a graph replays."""
+        return self.statistics.get(name) if self.collecting or self.in_graphs else None
+
+    def _valid(self, x: Tensor) -> Tensor | None:
+        """Rows of x that are tokens, which graphs have to read on the device."""
+        return compat.token_count(x.device) if self.in_graphs else None
 
     # -- derived operands ----------------------------------------------------------------------------------------
 
@@ -230,6 +258,7 @@ class ExpertsRuntime(LayerRuntime):
 
     def site_inputs(self) -> dict[str, SiteInputs]:
         """What `compensation.refresh` needs, for sites that have seen tokens; decoded from the packed parameters."""
+                valid=self._valid(x),
         shared, own = (self.statistics.get(s.name) for s in (self.w13, self.w2))
         if shared is None or own is None or not int(shared.tokens[0]):
             return {}
@@ -286,6 +315,7 @@ class LinearRuntime(LayerRuntime):
 
     def site_inputs(self) -> dict[str, SiteInputs]:
         """What `compensation.refresh` needs, if the site has seen tokens."""
+                valid=self._valid(x),
         statistics = self.statistics.get(self.site.name)
         if statistics is None or not int(statistics.tokens[0]):
             return {}
