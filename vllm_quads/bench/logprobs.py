@@ -34,7 +34,8 @@ ARMS: dict[str, Contract | None] = {
     ROWS: Contract().merged({"activation": {"centering": "none"}, "compensation": {"form": "rows"}}),
 }
 """`rows`, not the default `auto`: a CPU compensates decode tokens only under `auto`, Hopper kernels all of them."""
-COLUMNS = ("KL", "mean |Δ log-prob|", "p99 |Δ log-prob|", "max |Δ log-prob|")
+COLUMNS = ("KL", "mean log-prob gap", "p99 gap", "max gap")
+"""Nats; gaps are absolute differences of the log-prob of the token that was generated."""
 _FORMAT = "quads-bench-logprobs-1"
 Progress = Callable[[int, int, str], None]
 

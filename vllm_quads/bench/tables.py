@@ -109,11 +109,9 @@ def _table(x: str, xs: Sequence[int], rows: Sequence[tuple[str, Mapping[int, flo
 
 def _footer(result: Result) -> str:
     e = result.environment
-    versions = [f"{name} {e[name]}" for name in ("vllm-quads", "torch", "triton", "vllm") if name in e]
     facts = [f"{name}: {value:.3g}" for name, value in result.facts.items()]
-    where = [e.get("date", ""), e.get("card", ""), f"driver {e.get('driver', '?')}", *versions]
-    if "commit" in e:
-        where.append(f"commit {e['commit']}")
+    named = [f"{n} {e[n]}" for n in ("driver", "vllm-quads", "torch", "triton", "vllm", "commit") if n in e]
+    where = [e.get("date", ""), e.get("card", ""), *named]
     return ", ".join(where) + (f"; {'; '.join(facts)}" if facts else "")
 
 
