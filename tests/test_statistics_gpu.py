@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rac_data import activations
+from rac_data import Layer, activations, routing
 from torch import Tensor
 
-from vllm_quads.compensation import SiteStatistics, quantize_with_residual
+from vllm_quads.compensation import SiteStatistics, experts_forward, prepare_experts, quantize_with_residual
 from vllm_quads.compensation.linear import quantization_error
 from vllm_quads.compensation.statistics import RING_ROWS
+from vllm_quads.kernels import prepare_moe_weights, quads_moe
+from vllm_quads.kernels.linear import prepare_linear, quads_linear
 from vllm_quads.kernels.quantize import quantize_merged
 from vllm_quads.kernels.statistics import Gathering, gather_statistics
-from vllm_quads.nvfp4 import BlockScaleRule, FormatError
+from vllm_quads.nvfp4 import BlockScaleRule, Contract, FormatError, PackedTensor
 
 pytestmark = [
     pytest.mark.gpu,
@@ -112,6 +114,47 @@ def test_a_captured_graph_gathers_only_where_the_switch_is_on() -> None:
         if i % 2:
             update(want, x[: m - 5 * i], True)
     assert int(got.tokens) == sum(m - 5 * i for i in (1, 3, 5, 7))
+    assert torch.equal(got.tokens, want.tokens)
+    assert torch.equal(got.ring, want.ring)
+    torch.testing.assert_close(got.energy, want.energy, **TOLERANCE)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 900])
+def test_a_layer_gathers_both_sites(tokens: int) -> None:
+    """The MoE layer adds its input to w13's accumulators and each expert's rows to w2's, as the reference forward does;
+    padding rows and pairs of experts elsewhere are left out."""
+    layer = Layer()
+    packed = [tuple(t.cuda() for t in w) for w in (layer.w13, layer.w2)]
+    want, got = ([SiteStatistics(64, ring_rows=64, device="cuda"), SiteStatistics(48, layer.experts, device="cuda")]
+                 for _ in range(2))  # fmt: skip
+    x = activations(tokens, 64).to(torch.bfloat16).cuda()
+    weights, ids = (t.cuda() for t in routing(tokens, layer.experts, 3))
+    ids[::5, 1] = -1
+    count = max(1, tokens - 3)
+    experts_forward(
+        x[:count], prepare_experts(*packed), weights[:count], ids[:count], Contract(),  # type: ignore[arg-type]
+        decode=torch.ones(count, dtype=torch.bool, device="cuda"), w13_statistics=want[0], w2_statistics=want[1],
+    )  # fmt: skip
+    gathering = Gathering(*got, valid=torch.tensor([count], dtype=torch.int32, device="cuda"))
+    quads_moe(
+        x, prepare_moe_weights(*packed[0], *packed[1]), weights, ids.int(), four_over_six=True, statistics=gathering
+    )
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a.tokens, b.tokens)
+    assert torch.equal(got[0].ring, want[0].ring)
+    torch.testing.assert_close(got[0].energy, want[0].energy, **TOLERANCE)
+    # the two compute w2's input by different sums, and round it to bfloat16
+    assert float((got[1].energy - want[1].energy).norm() / want[1].energy.norm()) < 3e-2
+
+
+def test_a_linear_gathers_its_input() -> None:
+    """A dense linear adds its input to the site's accumulators, under the centring vector that it subtracts."""
+    x = activations(50, 128).to(torch.bfloat16).cuda()
+    weight = PackedTensor.quantize(torch.randn(64, 128, device="cuda"))
+    prepared = prepare_linear(weight.codes, weight.block_scales, weight.decode_scale)
+    want, got = (SiteStatistics(128, ring_rows=16, device="cuda") for _ in range(2))
+    quads_linear(x, prepared, statistics=Gathering(got))
+    update(want, x, False)
     assert torch.equal(got.tokens, want.tokens)
     assert torch.equal(got.ring, want.ring)
     torch.testing.assert_close(got.energy, want.energy, **TOLERANCE)
