@@ -111,8 +111,10 @@ class ExpertsBackend(Protocol):
     splits_auto: bool
     """True if Form.AUTO tells decode from prefill tokens here, so that `forward` wants to know which are which."""
 
-    def prepare(self, w13: Packed, w2: Packed, w13_site: SiteState, w2_site: SiteState) -> None:
-        """Take over packed weights and compensation state after a change."""
+    def prepare(
+        self, w13: Packed, w2: Packed, w13_site: SiteState, w2_site: SiteState, *, centered: bool = True
+    ) -> None:
+        """Take over packed weights and compensation state after a change; centered=False: all centres are zero."""
 
     def forward(self, request: ExpertsRequest) -> Tensor:
         """y [M, H] in x's dtype, the local experts' share; see `compensation.experts_forward`."""
@@ -124,8 +126,9 @@ class LinearBackend(Protocol):
     splits_auto: bool
     """See `ExpertsBackend`."""
 
-    def prepare(self, parts: list[PackedTensor], site: SiteState) -> None:
-        """Take over the packed parts [N_i, K] and the compensation state after a change."""
+    def prepare(self, parts: list[PackedTensor], site: SiteState, *, centered: bool = True) -> None:
+        """Take over the packed parts [N_i, K] and the compensation state after a change; centered=False: the centre is
+        zero."""
 
     def forward(self, request: LinearRequest) -> Tensor:
         """y [M, N] in x's dtype, without the layer's bias; see `compensation.linear_forward`."""
@@ -147,7 +150,9 @@ class TorchExperts:
     def __init__(self) -> None:
         self._prepared: PreparedExperts | None = None
 
-    def prepare(self, w13: Packed, w2: Packed, w13_site: SiteState, w2_site: SiteState) -> None:
+    def prepare(
+        self, w13: Packed, w2: Packed, w13_site: SiteState, w2_site: SiteState, *, centered: bool = True
+    ) -> None:
         self._prepared = None  # free the old copy first
         self._prepared = prepare_experts(w13, w2, w13_site, w2_site)
 
@@ -184,7 +189,7 @@ class TorchLinear:
     def __init__(self) -> None:
         self._prepared: PreparedMatrix | None = None
 
-    def prepare(self, parts: list[PackedTensor], site: SiteState) -> None:
+    def prepare(self, parts: list[PackedTensor], site: SiteState, *, centered: bool = True) -> None:
         self._prepared = None
         scaled = torch.cat([p.scaled() for p in parts])
         self._prepared = prepare_matrix(scaled, channel_scales(parts), site.blocks[0], site.center)

@@ -29,6 +29,9 @@ from vllm_quads.plugin.backends import (
     reference_experts,
 )
 
+_BIAS_EXPERTS = 16
+"""Experts that are decoded to float32 at once."""
+
 
 class HopperExperts:
     """`backends.ExpertsBackend` on compute capability 9.0."""
@@ -40,10 +43,12 @@ class HopperExperts:
         self._bias13: Tensor | None = None
         self._packed: tuple[Packed, Packed] | None = None
 
-    def prepare(self, w13: Packed, w2: Packed, w13_site: SiteState, w2_site: SiteState) -> None:
+    def prepare(
+        self, w13: Packed, w2: Packed, w13_site: SiteState, w2_site: SiteState, *, centered: bool = True
+    ) -> None:
         self._moe = prepare_moe_weights(*w13, *w2, out=self._moe)
         self._packed = (w13, w2)
-        bias = _bias(w13, w13_site.center)
+        bias = _bias(w13, w13_site.center) if centered else _zeros(w13[0])
         self._bias13 = bias if self._bias13 is None else self._bias13.copy_(bias)
 
     def forward(self, request: ExpertsRequest) -> Tensor:
@@ -68,12 +73,12 @@ class HopperExperts:
             expert_map=r.expert_map,
             quantized=quantized,
             router_on_input=r.router_on_input,
+            statistics=Gathering(r.w13_statistics, r.w2_statistics, r.valid) if r.w13_statistics is not None else None,
         )
 
     def _compensation(self, contract: Contract, w13: SiteState, w2: SiteState) -> MoECompensation:
         form = contract.compensation.form
         blocks = form is Form.BLOCKS and contract.compensation.ratio > 0
-            statistics=Gathering(r.w13_statistics, r.w2_statistics, r.valid) if r.w13_statistics is not None else None,
         centered = contract.activation.centering is not Centering.NONE
         return MoECompensation(
             mask13=w13.blocks[0] if blocks else None,
@@ -94,14 +99,15 @@ class HopperLinear:
         self._bias: Tensor | None = None
         self._parts: list[PackedTensor] = []
 
-    def prepare(self, parts: list[PackedTensor], site: SiteState) -> None:
+    def prepare(self, parts: list[PackedTensor], site: SiteState, *, centered: bool = True) -> None:
         codes, scales = parts[0].codes, parts[0].block_scales
         if len(parts) > 1:
             codes = torch.cat([p.codes for p in parts])
             scales = torch.cat([p.block_scales.view(torch.uint8) for p in parts]).view(scales.dtype)
         self._linear = prepare_linear(codes, scales, channel_scales(parts), out=self._linear)
         self._parts = parts
-        bias = torch.cat([(p.scaled() @ site.center) * p.decode_scale for p in parts])
+        rows = [(p.scaled() @ site.center) * p.decode_scale for p in parts] if centered else [_zeros(codes)]
+        bias = torch.cat(rows)
         self._bias = bias if self._bias is None else self._bias.copy_(bias)
 
     def forward(self, request: LinearRequest) -> Tensor:
@@ -119,13 +125,13 @@ class HopperLinear:
             four_over_six=r.contract.activation.block_scale_rule is BlockScaleRule.FOUR_OVER_SIX,
             g=r.g,
             quantized=quantized,
+            statistics=Gathering(r.statistics, valid=r.valid) if r.statistics is not None else None,
         )
 
     def _compensation(self, contract: Contract, site: SiteState) -> LinearCompensation:
         form = contract.compensation.form
         centered = contract.activation.centering is not Centering.NONE
         return LinearCompensation(
-            statistics=Gathering(r.statistics, valid=r.valid) if r.statistics is not None else None,
             mask=site.blocks[0] if form is Form.BLOCKS and contract.compensation.ratio > 0 else None,
             center=site.center if centered else None,
             bias=self._bias if centered else None,
@@ -134,11 +140,19 @@ class HopperLinear:
 
 
 def _bias(w13: Packed, center: Tensor) -> Tensor:
-    """float32 [E, 2I]: W13 @ center, one expert at a time."""
+    """float32 [E, 2I]: W13 @ center, a few experts at a time."""
     codes, scales, decode = w13
     half = codes.shape[1] // 2
+    one = torch.ones(codes.shape[0], dtype=torch.float32, device=codes.device)
     rows = []
-    for e in range(codes.shape[0]):
-        scaled = PackedTensor(codes[e], scales[e], decode[e, 0]).scaled()
-        rows.append((scaled @ center) * decode[e].repeat_interleave(half))
-    return torch.stack(rows)
+    for first in range(0, codes.shape[0], _BIAS_EXPERTS):
+        part = slice(first, first + _BIAS_EXPERTS)
+        some = scales.view(torch.uint8)[part].view(scales.dtype)  # float8 has few kernels
+        scaled = dequantize_stack(QuantizedStack(codes[part], some, one[part]), dtype=torch.float32)
+        rows.append((scaled @ center) * decode[part].repeat_interleave(half, dim=1))
+    return torch.cat(rows)
+
+
+def _zeros(codes: Tensor) -> Tensor:
+    """The bias of a centre that is zero, for codes [..., N, K/2]."""
+    return torch.zeros(codes.shape[:-1], dtype=torch.float32, device=codes.device)

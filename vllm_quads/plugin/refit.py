@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +104,14 @@ def refresh_compensation(config: QuadsConfig, sensitivities: Mapping[str, float]
     return len(sites)
 
 
+class RefitObserver(Protocol):
+    """Who wants to know how refits end, such as metrics."""
+
+    def committed(self, report: RefitReport) -> None: ...
+
+    def ended(self, outcome: str, reason: str) -> None: ...
+
+
 @dataclass
 class _Refit:
     """A refit under way."""
@@ -153,6 +161,9 @@ class RefitSession:
         self._failed = ""
         self._report: RefitReport | None = None
         self.counters = RefitCounters()
+        self.observer: RefitObserver | None = None
+        """Told how each refit ends."""
+        self._stage = "manifest"
 
     # -- the protocol --------------------------------------------------------------------------------------------
 
@@ -170,6 +181,7 @@ class RefitSession:
             plan = self._validate(manifest)
         except BaseException:
             self.counters.refused += 1
+            self._tell("refused", "manifest")
             raise
         waiting: dict[str, int] = {}
         for slot in plan.slots.values():
@@ -202,6 +214,7 @@ class RefitSession:
         RefitError for a tensor that the manifest does not promise or that is damaged; then the refit is over.
         """
         refit = self._require_open()
+        self._stage = "tensor"
         try:
             plain: list[tuple[str, Tensor]] = []
             for name, tensor in self._timed(refit, tensors):
@@ -238,6 +251,7 @@ class RefitSession:
         digests: unit name -> digest, as the trainer computed them; compared beside the manifest's fingerprint.
         """
         refit, failed, own = self._open, self._failed, None
+        self._stage = "verification"
         error: BaseException | None = None
         try:
             if refit is None:
@@ -270,6 +284,7 @@ class RefitSession:
     def abort(self) -> None:
         """End the refit that is under way, if any: as after a failure."""
         if self._open is not None:
+            self._stage = "interrupted"
             self._ended(RefitError("the refit was aborted"))
 
     def status(self) -> RefitStatus:
@@ -430,6 +445,9 @@ class RefitSession:
             raise RefitError(f"{missing}: was promised by the manifest but never sent")
         _raise_first(refit)
         sensitivities = dict(refit.manifest.compensation)
+        gathered = any(runtime.statistics for runtime in self._config.runtimes.values())
+        if not gathered and not sensitivities:
+            return
         with refit.timer.phase("derive"):
             refit.compensation = self._config.compensation()
             refresh_compensation(self._config, sensitivities)
@@ -484,16 +502,24 @@ class RefitSession:
         config.refusal = None
         self.counters.committed += 1
         self._report = report
+        if self.observer is not None:
+            self.observer.committed(report)
         return report
 
     # -- failure -------------------------------------------------------------------------------------------------
+
+    def _tell(self, outcome: str, reason: str) -> None:
+        if self.observer is not None:
+            self.observer.ended(outcome, reason)
 
     def _ended(self, error: BaseException) -> BaseException:
         """End the open refit after an error; returns what to raise."""
         refit, self._open = self._open, None
         if refit is None:
             return error
+        broken = self.counters.broken
         outcome = self._undone(refit)
+        self._tell("rolled_back" if self.counters.broken == broken else "broken", self._stage)
         text = str(error)
         if not isinstance(error, QuadsError):
             text = f"refit failed after {refit.last} ({type(error).__name__}: {error})"

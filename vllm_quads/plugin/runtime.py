@@ -68,6 +68,7 @@ class LayerRuntime(nn.Module):
         """True once forward passes always hold the accumulators, see `gather_in_graphs`."""
         self._derived_from: tuple[int, int] | None = None
         self._state_version = 0
+        self._has_center = dict.fromkeys(self.specs, False)
         loader.on_complete = self.settle_for_graphs
         for s in sites:
             center = torch.zeros(s.k, dtype=torch.float32)  # vLLM builds models under another default dtype
@@ -108,6 +109,7 @@ class LayerRuntime(nn.Module):
         are not given are emptied."""
         for name, spec in self.specs.items():
             state = sites.get(name)
+            self._has_center[name] = state is not None and bool(state.center.any())
             if state is None:
                 getattr(self, f"{spec.key}_center").zero_()
                 getattr(self, f"{spec.key}_blocks").zero_()
@@ -132,15 +134,14 @@ class LayerRuntime(nn.Module):
         self._state_version += 1
         self.settle_for_graphs()
 
+    def centered(self) -> bool:
+        """False if no centring vector takes effect: every one is zero. Does not ask the device."""
+        return self.contract.activation.centering is not Centering.NONE and any(self._has_center.values())
+
     # -- statistics ----------------------------------------------------------------------------------------------
 
     def collect(self, on: bool) -> None:
         """Start or stop gathering statistics; what was gathered is kept until `reset_statistics`."""
-        device = getattr(self, f"{next(iter(self.specs.values())).key}_center").device
-        for name, spec in self.specs.items():
-            if on and name not in self.statistics:
-                ring = RING_ROWS if spec.groups == 1 and spec.full_groups == 1 else 0
-                self.statistics[name] = SiteStatistics(spec.k, spec.groups, ring_rows=ring, device=device)
         if on:
             self._allocate_statistics()
         self.collecting = on
@@ -164,6 +165,11 @@ class LayerRuntime(nn.Module):
                 self.register_buffer(f"{self.specs[name].key}_statistics_{key}", tensor, persistent=False)
 
     def _allocate_statistics(self) -> None:
+        device = getattr(self, f"{next(iter(self.specs.values())).key}_center").device
+        for name, spec in self.specs.items():
+            if name not in self.statistics:
+                ring = RING_ROWS if spec.groups == 1 and spec.full_groups == 1 else 0
+                self.statistics[name] = SiteStatistics(spec.k, spec.groups, ring_rows=ring, device=device)
 
     def reset_statistics(self) -> None:
         """Forget what was gathered, in place."""
@@ -230,7 +236,7 @@ class ExpertsRuntime(LayerRuntime):
 
     def _prepare(self) -> None:
         w13, w2 = self.active[self.w13.name], self.active[self.w2.name]
-        self.backend.prepare(self._packed("w13"), self._packed("w2"), w13, w2)
+        self.backend.prepare(self._packed("w13"), self._packed("w2"), w13, w2, centered=self.centered())
 
     def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """MoE output [M, H] of x [M, H] with global expert ids [M, k] (negative: nobody's)."""
@@ -252,13 +258,13 @@ class ExpertsRuntime(LayerRuntime):
                 decode=compat.decode_mask(x.shape[0], x.device) if split else None,
                 w13_statistics=self.gathering(self.w13.name),
                 w2_statistics=self.gathering(self.w2.name),
+                valid=self._valid(x),
                 router_on_input=layer.apply_router_weight_on_input,
             )
         )
 
     def site_inputs(self) -> dict[str, SiteInputs]:
         """What `compensation.refresh` needs, for sites that have seen tokens; decoded from the packed parameters."""
-                valid=self._valid(x),
         shared, own = (self.statistics.get(s.name) for s in (self.w13, self.w2))
         if shared is None or own is None or not int(shared.tokens[0]):
             return {}
@@ -292,7 +298,7 @@ class LinearRuntime(LayerRuntime):
         return [self.loader.packed(m) for m in self.loader.matrices]
 
     def _prepare(self) -> None:
-        self.backend.prepare(self._parts(), self.active[self.site.name])
+        self.backend.prepare(self._parts(), self.active[self.site.name], centered=self.centered())
 
     def forward(self, x: Tensor) -> Tensor:
         """y [..., N] = x [..., K] times the local weight, without bias."""
@@ -309,13 +315,13 @@ class LinearRuntime(LayerRuntime):
                 g=self.static_scale(self.layer.input_scale.data, shared=True),
                 decode=compat.decode_mask(flat.shape[0], x.device) if split else None,
                 statistics=self.gathering(self.site.name),
+                valid=self._valid(x),
             )
         )
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
     def site_inputs(self) -> dict[str, SiteInputs]:
         """What `compensation.refresh` needs, if the site has seen tokens."""
-                valid=self._valid(x),
         statistics = self.statistics.get(self.site.name)
         if statistics is None or not int(statistics.tokens[0]):
             return {}
