@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from trainer_qat import (
     export_checkpoint,
     mismatch,
     prepare_qat,
+    probe_layers,
     qat_disabled,
     score,
     sensitivities,
@@ -178,10 +180,10 @@ def test_wrong_bytes_are_rolled_back(shared: tuple[Any, nn.Module], monkeypatch:
 def test_sensitivities_of_the_trainer_fit_the_engine(
     tiny_qwen3_moe: Path, engine: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Both sides name their sites alike: sensitivities sent with a push spend the engine's budget, and an export with
-    the engine's state serves the same log-probs."""
+    """Both sides name their sites alike: sensitivities sent with a push spend the engine's budget, an export with the
+    engine's state serves the same log-probs, and in FP32 the trainer's emulation of the engine gives them as well."""
     contract = Contract().merged(LINEARS)
-    llm = engine(tiny_qwen3_moe, additional_config={"quads": LINEARS})
+    llm = engine(tiny_qwen3_moe, additional_config={"quads": LINEARS}, dtype="float32")
     rollout = as_engine(llm)
     model = trainer(tiny_qwen3_moe, contract)
     rollout.collect_statistics()  # type: ignore[attr-defined]
@@ -195,7 +197,16 @@ def test_sensitivities_of_the_trainer_fit_the_engine(
     rollout.collect_statistics(False)  # type: ignore[attr-defined]
     values = scores(llm)
     export_checkpoint(model, tmp_path / "out", compensation=state)
-    assert scores(engine(tmp_path / "out")) == values
+    assert scores(engine(tmp_path / "out", dtype="float32")) == values
+    # Emulated on the same tokens: those of the prompt as they were prefilled, the others as they were decoded.
+    prompt, decoded = len(PROMPTS[0]), 6
+    served = torch.tensor(values[: prompt - 1 + decoded])
+    ids = torch.tensor([PROMPTS[0] + [int(t) for t in values[prompt - 1 + decoded : prompt - 1 + 2 * decoded]]])
+    probe = probe_layers(
+        copy.deepcopy(model).float(), ids, compensation=state, decode=torch.arange(ids.numel()) >= prompt
+    )
+    torch.testing.assert_close(probe.rollout[0], served, rtol=0, atol=1e-4)
+    assert (probe.trainer[0] - served).abs().mean() > 0.01
 
 
 def test_qat_closes_the_gap(tiny_qwen3_moe: Path, engine: Callable[..., Any]) -> None:

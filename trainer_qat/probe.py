@@ -32,7 +32,8 @@ _LAYER = re.compile(r"(^|\.)layers\.\d+$")
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One decoder layer. Errors are rms(rollout - trainer) / rms(trainer) of its output over the counted tokens."""
+    """One decoder layer. Errors are |rollout - trainer| / |trainer| of each token's output vector, averaged over tokens
+    (an average of norms would be that of the few tokens with massive activations)."""
 
     layer: int
     isolated: float
@@ -213,7 +214,7 @@ def _decoder_layers(model: nn.Module) -> dict[int, nn.Module]:
 def _relative_error(rollout: Tensor, trainer: Tensor, counted: Tensor) -> float:
     mask = counted.to(trainer.device)
     a, b = rollout[mask].to(torch.float64), trainer[mask].to(torch.float64)
-    return float((a - b).norm() / b.norm())
+    return float(((a - b).norm(dim=-1) / b.norm(dim=-1)).mean())
 
 
 def _rerouted(rollout: Tensor | None, trainer: Tensor | None, counted: Tensor) -> float | None:
