@@ -13,7 +13,7 @@ from trainer_models import ALL_LINEARS, qwen3, single_thread, tokens  # noqa: F4
 
 from trainer_qat import CacheMode, clear_cache, prepare_qat
 from trainer_qat.prepare import expert_weights, quantizers_of
-from vllm_quads.nvfp4 import FormatError, PackedTensor, fake_quantize_weight
+from vllm_quads.nvfp4 import Contract, FormatError, PackedTensor, WeightGlobalScale, fake_quantize_weight
 
 MODES = [CacheMode.NONE, CacheMode.DENSE, CacheMode.PACKED]
 
@@ -197,3 +197,19 @@ def test_a_push_takes_the_packed_cache() -> None:
         attention.q_proj.weight.data[0, 0] = float("nan")
         with pytest.raises(FormatError, match=r"q_proj: holds NaN"):
             quantizer.packed(attention.q_proj.weight)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_frozen_scale_that_moves_is_noticed(mode: CacheMode) -> None:
+    """Changing a frozen scale in place, or setting another one, re-quantizes."""
+    model = qwen3()
+    prepare_qat(model, Contract(weight_global_scale=WeightGlobalScale.FROZEN), cache=mode)
+    experts = model.model.layers[0].mlp.experts
+    quantizer = experts._quads_quantizers["down_proj"]
+    for _ in range(2):
+        assert torch.equal(
+            expert_weights(experts)[1], fake_quantize_weight(experts.down_proj, amax=quantizer.frozen.clone())
+        )
+        quantizer.frozen.mul_(0.4)
+    quantizer.frozen = quantizer.frozen * 3
+    assert torch.equal(expert_weights(experts)[1], fake_quantize_weight(experts.down_proj, amax=quantizer.frozen))

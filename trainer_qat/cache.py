@@ -99,6 +99,11 @@ def _place(weight: Tensor) -> tuple[Any, ...]:
     return (weight._version, weight.storage_offset(), weight.shape, weight.stride(), weight.dtype, weight.device)
 
 
+def _unchanged(identity: _Identity | None, frozen: Tensor | None) -> bool:
+    """True if a frozen scale is the one of that identity; such a scale is changed by torch operations alone."""
+    return frozen is None if identity is None else frozen is not None and identity.matches(frozen)
+
+
 @dataclass(frozen=True)
 class _Stamp:
     """Identity and contents of one weight."""
@@ -120,12 +125,12 @@ class _OnDevice:
 
     kept: KeptQuantization
     identities: tuple[_Identity, ...] = ()
+    scale: _Identity | None = None
     step: int = -1
 
-    def is_of(self, sources: Sequence[Tensor]) -> bool:
-        return len(sources) == len(self.identities) and all(
-            i.matches(s) for i, s in zip(self.identities, sources, strict=True)
-        )
+    def is_of(self, sources: Sequence[Tensor], frozen: Tensor | None) -> bool:
+        same = len(sources) == len(self.identities) and _unchanged(self.scale, frozen)
+        return same and all(i.matches(s) for i, s in zip(self.identities, sources, strict=True))
 
 
 _HANDLES = itertools.count()
@@ -137,6 +142,7 @@ class WeightCache:
     """Holds the quantized form of one weight, and knows which weights it was computed from."""
 
     _stamps: tuple[_Stamp, ...] = ()
+    _scale: _Identity | None = None
     _value: Tensor | PackedTensor | None = field(default=None, repr=False)
     amax: Tensor | None = field(default=None, repr=False)
     """float32 [...]: amax that the kept value's global scale was taken from (reference path)."""
@@ -151,18 +157,24 @@ class WeightCache:
 
     # -- with the reference path ----------------------------------------------------------------------------------
 
-    def get(self, sources: Sequence[Tensor]) -> Tensor | PackedTensor | None:
-        """The kept value if it was computed from exactly these weights (the weight and its scale siblings)."""
-        same = len(sources) == len(self._stamps)
+    def get(self, sources: Sequence[Tensor], frozen: Tensor | None = None) -> Tensor | PackedTensor | None:
+        """The kept value if it was computed from exactly these weights (the weight and its scale siblings).
+
+        frozen: amax that the scale is taken from instead.
+        """
+        same = len(sources) == len(self._stamps) and _unchanged(self._scale, frozen)
         if same and all(stamp.matches(source) for stamp, source in zip(self._stamps, sources, strict=True)):
             self.hits += 1
             return self._value
         self.misses += 1
         return None
 
-    def put(self, sources: Sequence[Tensor], value: Tensor | PackedTensor, amax: Tensor) -> None:
+    def put(
+        self, sources: Sequence[Tensor], value: Tensor | PackedTensor, amax: Tensor, frozen: Tensor | None = None
+    ) -> None:
         """Keep a value computed from these weights with this amax."""
         self._stamps = tuple(_Stamp.of(source) for source in sources)
+        self._scale = None if frozen is None else _Identity.of(frozen)
         self._value, self.amax = value, amax
 
     # -- on a GPU -------------------------------------------------------------------------------------------------
@@ -177,7 +189,7 @@ class WeightCache:
         entry = self._on_device.get(dense)
         step = _Steps.now()
         recomputing = in_backward()
-        if entry is not None and entry.is_of(sources) and (entry.step == step or recomputing):
+        if entry is not None and entry.is_of(sources, frozen) and (entry.step == step or recomputing):
             self.hits += 1
             if not recomputing:
                 entry.kept.renew_if_changed(sources, frozen, whole=whole)
@@ -187,6 +199,7 @@ class WeightCache:
             entry = self._on_device[dense] = _OnDevice(KeptQuantization(sources[0], dense=dense))
         entry.kept.renew(sources, frozen)
         entry.identities, entry.step = tuple(_Identity.of(s) for s in sources), step
+        entry.scale = None if frozen is None else _Identity.of(frozen)
         return entry.kept
 
     # -- both -----------------------------------------------------------------------------------------------------

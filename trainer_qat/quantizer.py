@@ -150,7 +150,7 @@ class WeightQuantizer:
     def _kept_by_reference(self, sources: list[Tensor], mode: CacheMode) -> tuple[Tensor, Tensor | PackedTensor]:
         """(amax, dequantized or packed weight) from the cache, or quantized by the reference path."""
         wanted = Tensor if mode is CacheMode.DENSE else PackedTensor
-        kept = self.cache.get(sources)
+        kept = self.cache.get(sources, self.frozen)
         if isinstance(kept, wanted) and self.cache.amax is not None:
             return self.cache.amax, kept
         amax = self.amax(sources[0])
@@ -159,7 +159,7 @@ class WeightQuantizer:
             value = fake_quantize(sources[0], amax, self.name)
         else:
             value = PackedTensor.quantize(sources[0], amax=amax, name=self.name)
-        self.cache.put(sources, value, amax)
+        self.cache.put(sources, value, amax, self.frozen)
         return amax, value
 
 
@@ -190,14 +190,14 @@ def cached_weight(
         kept = kept_on_device(cache, sources, frozen, name, dense=False, whole=whole)
         assert kept.packed is not None
         return kernels.dequantize_stack(kept.packed, dtype=weight.dtype)
-    value = None if cache is None else cache.get(sources)
+    value = None if cache is None else cache.get(sources, frozen)
     if isinstance(value, PackedTensor):
         return value.dequantize(weight.dtype)
     amax = torch.stack([_amax(s, name) for s in sources]).amax(dim=0) if frozen is None else frozen
     if cache is None or weight.is_cuda:
         return kernels.fake_quantize_stack(weight, amax)
     packed = PackedTensor.quantize(weight, amax=amax, name=name)
-    cache.put(sources, packed, amax)
+    cache.put(sources, packed, amax, frozen)
     return packed.dequantize(weight.dtype)
 
 
