@@ -119,49 +119,47 @@ class QuadsLinearMethod(LinearMethodBase):
             self._loader.load(matrix, role, part, param)
 
 
-class DenseLinearMethod(UnquantizedLinearMethod):
-    """A linear that stays in BF16.
+class _StaysInPlace:
+    """Weights in BF16 that stay as they were loaded.
 
-    On a CPU vLLM repacks such weights and drops the originals, so that a weight could never be loaded again; here they
-    stay as they are, and every way to refit works.
+    On a CPU vLLM repacks them and drops the originals, so that a weight could never be loaded again; without that,
+    every way to refit works. Comes before vLLM's method in the order of base classes.
     """
 
-    def __init__(self, config: LayerHost | None = None) -> None:
-        super().__init__()
-        self._config = config
+    _config: LayerHost | None = None
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if self._config is not None:
             self._config.model_loaded()
         if not compat.is_cpu():
-            super().process_weights_after_loading(layer)
+            super().process_weights_after_loading(layer)  # type: ignore[misc]
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if compat.is_cpu():
             return linear(x, layer.weight, bias)
-        out: Tensor = super().apply(layer, x, bias)
+        out: Tensor = super().apply(layer, x, bias)  # type: ignore[misc]
         return out
 
 
-class DenseEmbeddingMethod(UnquantizedEmbeddingMethod):
-    """Embedding or lm_head in BF16; on a CPU without vLLM's repacked copy, which a refit would leave stale."""
+class DenseLinearMethod(_StaysInPlace, UnquantizedLinearMethod):
+    """A linear that stays in BF16."""
 
-    def __init__(self, config: LayerHost) -> None:
+    def __init__(self, config: LayerHost | None = None) -> None:
         super().__init__()
         self._config = config
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        self._config.model_loaded()
-        if not compat.is_cpu():
-            super().process_weights_after_loading(layer)
+
+class DenseEmbeddingMethod(_StaysInPlace, UnquantizedEmbeddingMethod):
+    """Embedding or lm_head in BF16."""
+
+    def __init__(self, config: LayerHost) -> None:
+        super().__init__()
+        self._config: LayerHost = config
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         # lm_head: what runs in Python in every step, also where CUDA graphs replay the layers.
         self._config.require_servable()
-        if compat.is_cpu():
-            return linear(x, layer.weight, bias)
-        out: Tensor = super().apply(layer, x, bias)
-        return out
+        return super().apply(layer, x, bias)
 
 
 def full_rows(layer: Any, local: list[int]) -> list[int]:
