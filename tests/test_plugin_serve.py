@@ -150,7 +150,7 @@ def test_what_must_not_be_served_is_refused(server: Server, tmp_path: Path) -> N
     sync = RolloutSync(model, rollout)
     sync.push()
     version, fingerprint = rollout.policy_version(), rollout.fingerprint()
-    counted = server.metric("quads_refit_total", outcome="refused")
+    counted = [server.metric("quads_refit_total", outcome=o) for o in ("refused", "rolled_back", "broken")]
 
     def refused(said: str, attempt: Callable[[], Any]) -> None:
         with pytest.raises(RefitError, match=said):
@@ -169,8 +169,10 @@ def test_what_must_not_be_served_is_refused(server: Server, tmp_path: Path) -> N
     shard.write_bytes(shard.read_bytes()[:-100])
     refused("truncated", lambda: rollout.load_checkpoint(good.path))
     assert server.scores() == server.fresh
-    assert server.metric("quads_refit_total", outcome="refused") == counted + 6
-    assert server.metric("quads_refit_refusals_total", reason="manifest") >= 4
+    now = [server.metric("quads_refit_total", outcome=o) for o in ("refused", "rolled_back", "broken")]
+    assert [after - before for after, before in zip(now, counted, strict=True)] == [4, 2, 0]
+    reasons = {r: server.metric("quads_refit_refusals_total", reason=r) for r in ("manifest", "tensor", "verification")}
+    assert (reasons["manifest"], reasons["tensor"], reasons["verification"]) == (4, 1, 1)
     assert not json.loads(get(f"{server.url}/is_paused"))["is_paused"]
 
 

@@ -59,6 +59,23 @@ def test_vllms_calls_carry_a_whole_push(shared: tuple[Any, Any], plane: Any) -> 
     plane.close()
 
 
+def test_metrics_of_an_engine_in_this_process(shared: tuple[Any, Any]) -> None:
+    """They are in prometheus_client's own registry, whichever way the push took."""
+    from prometheus_client import REGISTRY
+
+    llm, model = shared
+    for engine in (llm, LlmEngine(llm)):
+        report = RolloutSync(model, engine).push()
+        assert REGISTRY.get_sample_value("quads_policy_version", {"engine": "0"}) == report.policy_version
+        labels = {"engine": "0", "fingerprint": report.fingerprint}
+        assert REGISTRY.get_sample_value("quads_fingerprint_info", labels) == 1
+    before = REGISTRY.get_sample_value("quads_refit_total", {"engine": "0", "outcome": "refused"})
+    with pytest.raises(RefitError, match="is not newer"):
+        RolloutSync(model, llm).push(1)
+    after = REGISTRY.get_sample_value("quads_refit_total", {"engine": "0", "outcome": "refused"})
+    assert after == (before or 0) + 1
+
+
 def test_a_worker_answers_questions(shared: tuple[Any, Any]) -> None:
     """Only JSON types, errors included, so that any of vLLM's transports can carry them."""
     llm, _ = shared

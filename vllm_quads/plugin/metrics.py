@@ -46,7 +46,7 @@ class RefitMetrics:
         self._fingerprint: str | None = None
         self._metrics = _collectors(engine)
         # All outcomes exist from the start, so that a rate over them does not miss the first one.
-        for outcome in ("committed", "refused", "aborted", "broken"):
+        for outcome in ("committed", "refused", "rolled_back", "broken"):
             self._of("refit", outcome)
         self._of("version").set(0)
         self._publish()
@@ -54,26 +54,22 @@ class RefitMetrics:
     def _of(self, name: str, *labels: str) -> Any:
         return self._metrics[name].labels(self._engine, *labels)
 
-    def committed(self, report: RefitReport, payload: str) -> None:
-        """A refit has been swapped in; payload: `packed` or `bf16`."""
+    def committed(self, report: RefitReport) -> None:
+        """A refit has been swapped in."""
         for phase, seconds in report.seconds.items():
             self._of("seconds", phase).observe(seconds)
-        self._of("bytes", payload).inc(report.bytes)
+        self._of("bytes", report.payload).inc(report.bytes)
         self._of("refit", "committed").inc()
         self.serves(report.policy_version, report.fingerprint)
 
-    def refused(self, reason: str, outcome: str = "refused") -> None:
-        """A refit has been refused and the previous weights serve on, or (outcome `broken`) nothing serves.
+    def ended(self, outcome: str, reason: str) -> None:
+        """A refit has not been swapped in.
 
+        outcome: `refused` or `rolled_back` (the previous weights serve on), or `broken` (nothing serves).
         reason: `manifest`, `tensor`, `verification`, `transport` or `interrupted`.
         """
         self._of("refusals", reason).inc()
         self._of("refit", outcome).inc()
-        self._publish()
-
-    def aborted(self) -> None:
-        """The trainer has given up a refit."""
-        self._of("refit", "aborted").inc()
         self._publish()
 
     def serves(self, policy_version: int, fingerprint: str) -> None:

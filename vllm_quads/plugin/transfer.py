@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from vllm_quads.plugin.metrics import RefitMetrics, bridge_file
 from vllm_quads.plugin.refit import config_of, model_fingerprint, session_of
 from vllm_quads.plugin.transfer_checkpoint import checkpoint_manifest, checkpoint_state, checkpoint_tensors
 from vllm_quads.plugin.transfer_receive import Receivers
-from vllm_quads.refit import EngineState, Manifest
+from vllm_quads.refit import Manifest
 from vllm_quads.refit.remote import PROTOCOL
 
 logger = init_logger("vllm.quads")
@@ -78,12 +78,14 @@ class QuadsTransferEngine(WeightTransferEngine):
         self._version: int | None = None
         self._committed = False
         self._state: Any = None
+        self._ends_before = 0
         parallel = vllm_config.parallel_config
         self._rank, self._ranks = int(parallel.rank), int(parallel.world_size)
         self._metrics: RefitMetrics | None = None
         if self._rank == 0:
             engine = int(parallel.data_parallel_rank)
             self._metrics = RefitMetrics(engine, bridge_file(vllm_config, engine))
+            self._session.observer = self._metrics
 
     # -- questions -----------------------------------------------------------------------------------------------
 
@@ -167,6 +169,7 @@ class QuadsTransferEngine(WeightTransferEngine):
             )
             return
         operation, reason = operations[update_info.op]
+        self._ends_before = self._ends()
         try:
             operation(**update_info.arguments)
         except Exception as e:
@@ -174,6 +177,7 @@ class QuadsTransferEngine(WeightTransferEngine):
 
     def finish_weight_update(self) -> None:
         """Close the update; what was not committed is given up."""
+        self._ends_before = self._ends()
         if self._open and not self._committed and self._failure is None:
             self._fail("the update was finished without a commit", "interrupted")
         self._end_session()
@@ -245,18 +249,14 @@ class QuadsTransferEngine(WeightTransferEngine):
             return
         if self._version is None:
             raise RefitError("commit came before a manifest")
-        report = self._session.commit(None if digests is None else {n: int(v) for n, v in digests.items()})
+        self._session.commit(None if digests is None else {n: int(v) for n, v in digests.items()})
         self._committed, self._version = True, None
         if self._state is not None:
             config_of(self.model).set_compensation(self._state)
-        if self._metrics is not None:
-            self._metrics.committed(report, report.payload)
 
     def _abort(self) -> None:
         if self._failure is None:
             self._failure = "the trainer gave the update up"
-            if self._metrics is not None:
-                self._metrics.aborted()
         self._end_session()
 
     # -- failures --------------------------------------------------------------------------------------------------
@@ -268,9 +268,12 @@ class QuadsTransferEngine(WeightTransferEngine):
         self._failure, self._read = text, False
         self._end_session()
         logger.error("quads: refit refused: %s", text)
-        if self._metrics is not None:
-            broken = self._session.status().state is EngineState.REFUSING
-            self._metrics.refused(reason, "broken" if broken else "refused")
+        if self._metrics is not None and self._ends() == self._ends_before:  # the session has not told of it itself
+            self._metrics.ended("refused", reason)
+
+    def _ends(self) -> int:
+        """How many refits of the session have ended."""
+        return sum(asdict(self._session.counters).values())
 
     def _end_session(self) -> None:
         if self._version is not None:
