@@ -248,7 +248,7 @@ def weight_metrics(
         "mean": float(w.mean()),
         "max": math.nan if empty else float(w.max()),
         "min": math.nan if empty else float(w.min()),
-        "std": float(w.std(correction=0)),
+        "std": math.nan if empty else float(w.std(correction=0)),
         "eff_sample_size": float(effective_sample_size(w.log())),
         "ratio_fraction_high": float((ratio.exp() > upper).to(torch.float64).mean()),
         "ratio_fraction_low": float((ratio.exp() < low).to(torch.float64).mean()),

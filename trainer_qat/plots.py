@@ -88,10 +88,12 @@ def _scatter(axis: Axes, rollout: Tensor, trainer: Tensor) -> None:
 
 
 def _layers(axis: Axes, probe: LayerProbe) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     layers = [row.layer for row in probe.rows]
     axis.bar(layers, [row.accumulated for row in probe.rows], color=_GREY, label="accumulated")
     axis.bar(layers, [row.isolated for row in probe.rows], color=_BLUE, width=0.5, label="of this layer alone")
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_xlabel("decoder layer")
     axis.set_ylabel("relative error of hidden states")
     axis.set_title("Where it enters")

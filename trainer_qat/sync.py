@@ -100,8 +100,9 @@ class RolloutSync:
             ContractError: a sensitivity is not a finite number of at least 0, or the version is not an integer.
         """
         start = time.perf_counter()
-        if not packed and self.payload.contract.weight_global_scale is not WeightGlobalScale.LIVE:
-            raise ContractError("packed=False: an engine cannot know frozen scales; push packed weights")
+        scale = self.payload.contract.weight_global_scale
+        if not packed and scale is not WeightGlobalScale.LIVE:
+            raise ContractError(f"packed=False: an engine cannot know {scale.value} scales; push packed weights")
         stream = PushStream(self.payload, packed=packed, digest=verify)
         tensors = self._progressing(stream.tensors()) if self.engine is not None else stream.follow()
         ranks = Ranks.of(self.payload.model)
