@@ -16,8 +16,8 @@ from vllm_quads.nvfp4.names import is_expert_stack, layer_index
 
 _ADAPTER = (
     "it carries a PEFT adapter, and the rollout would quantize base weight + adapter, which training the adapter "
-    "beside a quantized base does not see; put adapters on linears that stay in BF16, train full weights, or merge first "
-    "(merge_and_unload())"
+    "beside a quantized base does not see; put adapters on linears that stay in BF16, train full weights, or merge "
+    "first (merge_and_unload())"
 )
 _BITS_PER_WEIGHT = 4 + 8 / BLOCK_SIZE
 
