@@ -12,10 +12,18 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
-from vllm_quads.nvfp4 import BLOCK_SIZE, CheckpointError, ContractError, PackedTensor
+from vllm_quads.nvfp4 import (
+    BLOCK_SIZE,
+    CheckpointError,
+    ContractError,
+    PackedTensor,
+    fingerprint_of,
+    unit_fingerprint,
+)
 from vllm_quads.plugin.linear import QuadsLinearMethod
 from vllm_quads.plugin.loading import PackedLoader
 from vllm_quads.plugin.moe import QuadsMoEMethod
+from vllm_quads.plugin.units import units_of
 
 EXPERTS, HIDDEN, INTER = 4, 64, 96
 PREFIX = "model.layers.0.mlp.experts"
@@ -111,32 +119,87 @@ def test_expert_parallel_ranks_hold_their_experts() -> None:
         assert rank_method._load(layer.w13_weight, torch.zeros(1), "", "w1", (3, 0)[rank], True) is False
 
 
+def digests(*layers: Any) -> dict[str, int]:
+    """Digests of the units of some ranks' layers, added up as a refit does."""
+    total: dict[str, int] = {}
+    for layer in layers:
+        for unit in units_of("x", layer.quads):
+            total[unit.name] = (total.get(unit.name, 0) + int(unit.digest())) % 2**64
+    return total
+
+
+def test_digests_of_ranks_add_up_to_those_of_one() -> None:
+    """The fingerprint is the same for one rank, for tensor parallelism (rows of w13, channels of w2; 48 channels do not
+    fill a word of block scales), for expert parallelism, and for the checkpoint."""
+    whole, method = moe_layer()
+    load(whole, method)
+    names = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+    packed = {}
+    for e in range(EXPERTS):
+        parts = {s: weights()[e, s] for s in names}
+        shared = torch.maximum(parts["w1"].abs().amax(), parts["w3"].abs().amax()).float()
+        for s, w in parts.items():
+            amax = w.abs().amax().float() if s == "w2" else shared
+            packed[f"{PREFIX}.{e}.{names[s]}"] = PackedTensor.quantize(w, amax=amax)
+    expected = digests(whole)
+    assert unit_fingerprint(expected) == fingerprint_of(packed)
+    for kind in ("tp", "ep"):
+        ranks = []
+        for rank in range(2):
+            layer, rank_method = moe_layer(**{kind: (rank, 2)})
+            load(layer, rank_method)
+            ranks.append(layer)
+        assert digests(*ranks) == expected
+        assert digests(ranks[0], ranks[0]) != expected
+
+
 def test_split_that_cuts_a_block_is_refused() -> None:
     """A shard of 24 channels would split a 16-channel block; the error says what to use instead."""
     with pytest.raises(ContractError, match=r"into 24 channels a rank.*enable_expert_parallel"):
         moe_layer(tp=(0, 4))
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2, 3])
-def test_replicated_key_and_value_heads(rank: int) -> None:
-    """With more ranks than key/value heads, q is cut and k, v are replicated, from one global scale for all."""
+HEAD = "model.layers.0.self_attn"
+
+
+def qkv() -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(n, HIDDEN, generator=g).to(torch.bfloat16) for n in (128, 32, 32))
+    return [torch.randn(n, HIDDEN, generator=g).to(torch.bfloat16) for n in (128, 32, 32)]
+
+
+def qkv_packed() -> dict[str, PackedTensor]:
+    """The whole matrices, quantized with their shared scale."""
+    amax = torch.cat(qkv()).abs().amax().float()
+    return {f"{HEAD}.{p}_proj": PackedTensor.quantize(w, amax=amax) for p, w in zip("qkv", qkv(), strict=True)}
+
+
+def qkv_layer(rank: int) -> tuple[Any, QuadsLinearMethod]:
+    """q, k, v of one of four ranks that share two key/value heads, loaded."""
     layer: Any = nn.Module()
     layer.tp_rank, layer.total_num_heads, layer.total_num_kv_heads, layer.head_size = rank, 8, 2, 16
     layer.num_kv_head_replicas = 2
     method = QuadsLinearMethod.__new__(QuadsLinearMethod)
-    head = "model.layers.0.self_attn"
-    method.config, method.key, method.parts = Config(), "k", [f"{head}.{p}_proj" for p in "qkv"]
+    method.config, method.key, method.parts = Config(), "k", [f"{HEAD}.{p}_proj" for p in "qkv"]
     method.create_weights(layer, HIDDEN, [32, 16, 16], HIDDEN, 256, torch.bfloat16)
-    for shard, weight in zip("qkv", (q, k, v), strict=True):
+    for shard, weight in zip("qkv", qkv(), strict=True):
         method._load(layer.weight, weight, shard)
     method._loader.finish()
-    amax = torch.cat((q, k, v)).abs().amax().float()
-    expected = [
-        PackedTensor.quantize(w, amax=amax).codes.chunk(parts)[index]
-        for w, parts, index in ((q, 4, rank), (k, 2, rank // 2), (v, 2, rank // 2))
-    ]
+    return layer, method
+
+
+def test_digests_of_replicated_heads_count_once() -> None:
+    """k and v that two ranks hold alike enter the sum over ranks once."""
+    layers = [qkv_layer(rank)[0] for rank in range(4)]
+    expected = fingerprint_of(qkv_packed())
+    assert unit_fingerprint(digests(*layers)) == expected
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_replicated_key_and_value_heads(rank: int) -> None:
+    """With more ranks than key/value heads, q is cut and k, v are replicated, from one global scale for all."""
+    layer, _ = qkv_layer(rank)
+    q, k, v = (qkv_packed()[f"{HEAD}.{p}_proj"].codes for p in "qkv")
+    expected = [w.chunk(parts)[index] for w, parts, index in ((q, 4, rank), (k, 2, rank // 2), (v, 2, rank // 2))]
     assert torch.equal(layer.weight, torch.cat(expected))
 
 

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +21,9 @@ pytest.importorskip("vllm")
 from vllm_quads.checkpoint import quantize_checkpoint
 from vllm_quads.compensation import CompensationState
 from vllm_quads.nvfp4 import Contract, ContractError, QuadsError, QuantizedSet, RefitError
+from vllm_quads.plugin.undo import UndoLog
 from vllm_quads.plugin.units import Unit
-from vllm_quads.refit import Manifest, TensorSpec, as_engine
+from vllm_quads.refit import EngineState, Manifest, RefitReport, Rollback, TensorSpec, as_engine
 
 EXPERT = "model.layers.1.mlp.experts.2"
 
@@ -222,6 +226,209 @@ def test_interrupted_push_changes_nothing(serving: Any, other: Path, expected: A
     assert engine.fingerprint() == expected[tiny_qwen3_moe][1]
     assert engine.policy_version() != 99
     push(serving, tensors, expected[other][1])
+    assert scores(serving) == expected[other][0]
+
+
+def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The experts of a checkpoint as stacks, everything else as it is; the largest tensor of a stack last."""
+    out = {n: t for n, t in tensors.items() if ".experts." not in n}
+    for layer in range(2):
+        head = f"model.layers.{layer}.mlp.experts"
+        for stack, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            for suffix in ("weight_scale_2", "weight_scale", "weight"):
+                names = [[f"{head}.{e}.{part}.{suffix}" for part in parts] for e in range(4)]
+                if names[0][0] not in tensors:
+                    continue
+                if suffix == "weight_scale_2":
+                    value = torch.stack([torch.stack([tensors[n] for n in row]) for row in names]).squeeze(-1)
+                    out[f"{head}.{stack}.{suffix}"] = value
+                    continue
+                dtype = tensors[names[0][0]].dtype
+                rows = [torch.cat([tensors[n].view(torch.uint8) for n in row]) for row in names]
+                name = f"{head}.{stack}" if dtype == torch.bfloat16 else f"{head}.{stack}.{suffix}"
+                out[name] = torch.stack(rows).view(dtype)
+    return out
+
+
+def test_stacks_of_experts(serving: Any, other: Path, expected: Any, tmp_path: Path) -> None:
+    """Experts sent as stacks, BF16 or packed, give what the same weights expert by expert do, in fewer tensors; so does
+    a manifest that has travelled as JSON."""
+    quantize_checkpoint(other, tmp_path / "q")
+    for path, kind in ((other, "bf16"), (tmp_path / "q", "packed")):
+        single, tensors = tensors_of(path), stacked(tensors_of(path))
+        assert len(tensors) < 0.7 * len(single)
+        engine = as_engine(serving)
+        made = manifest(serving, tensors, expected[other][1])
+        travelled = json.loads(json.dumps(made.to_json()))
+        assert len(travelled["quantized"]) == 4
+        assert Manifest.from_json(travelled) == made
+        engine.begin(Manifest.from_json(travelled))
+        for item in tensors.items():
+            engine.load([item])
+        report = engine.commit()
+        assert (report.payload, report.fingerprint) == (kind, expected[other][1])
+        assert RefitReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+        assert scores(serving) == expected[other][0]
+
+
+def tensors_in(obj: Any) -> Iterator[Tensor]:
+    """Every tensor of a dataclass or tuple, depth first."""
+    if isinstance(obj, Tensor):
+        yield obj
+    elif dataclasses.is_dataclass(obj):
+        for item in dataclasses.fields(obj):
+            yield from tensors_in(getattr(obj, item.name))
+    elif isinstance(obj, (tuple, list)):
+        for item in obj:
+            yield from tensors_in(item)
+
+
+def test_derived_operands_equal_those_of_a_fresh_engine(
+    serving: Any, other: Path, expected: Any, module_engine: Callable[..., Any]
+) -> None:
+    """Every buffer and every operand that is computed from weights has the bits of a fresh load, at its old address."""
+    before = {n: p.data_ptr() for n, p in serving.apply_model(lambda m: list(m.named_parameters()))[0]}
+    push(serving, stacked(tensors_of(other)), expected[other][1])
+    assert before == {n: p.data_ptr() for n, p in serving.apply_model(lambda m: list(m.named_parameters()))[0]}
+    fresh = quads_layers(module_engine(other, seed=5))
+    for key, runtime in quads_layers(serving).items():
+        runtime.settle()
+        fresh[key].settle()
+        mine, theirs = (list(tensors_in(r.backend._prepared)) for r in (runtime, fresh[key]))
+        pairs = list(zip(mine, theirs, strict=True))
+        assert len(pairs) >= 2
+        for a, b in (*pairs, *zip(runtime.buffers(), fresh[key].buffers(), strict=True)):
+            assert torch.equal(a, b)
+
+
+def test_swapped_gate_and_up_are_named(serving: Any, other: Path, expected: Any, tiny_qwen3_moe: Path) -> None:
+    """What no shape can show, the digests do: the error names the stack, and the previous weights keep serving."""
+    tensors = stacked(tensors_of(other))
+    push(serving, tensors, None)
+    good = as_engine(serving).status().report
+    assert good is not None
+    assert not good.verified
+    serving.apply_model(lambda model: model.load_weights(iter(tensors_of(tiny_qwen3_moe).items())))
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    swapped = tensors | {name: torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1)}
+    engine = as_engine(serving)
+    engine.begin(manifest(serving, swapped, None))
+    engine.load(swapped.items())
+    with pytest.raises(RefitError, match=rf"{name}: the rollout arrived at other bytes.*previous weights keep serving"):
+        engine.commit(good.digests)
+    assert scores(serving) == expected[tiny_qwen3_moe][0]
+    engine.begin(manifest(serving, tensors, None))
+    engine.load(tensors.items())
+    assert engine.commit(good.digests).verified
+
+
+def test_versions_only_grow(serving: Any, other: Path, expected: Any) -> None:
+    """A version that is not newer than the one that serves is refused, and counted."""
+    engine = as_engine(serving)
+    push(serving, tensors_of(other), expected[other][1])
+    version, refused = engine.policy_version(), engine.status().counters.refused
+    for stale in (version, version - 1):
+        with pytest.raises(RefitError, match=rf"policy version {stale} is not newer than {version}"):
+            push(serving, tensors_of(other), expected[other][1], version=stale)
+    assert engine.status().counters.refused == refused + 2
+    assert engine.status().state is EngineState.SERVING
+
+
+@pytest.mark.parametrize("failure", ["half", "nan", "fingerprint"])
+def test_without_an_undo_log_a_failed_refit_refuses_to_serve(
+    failure: str, serving: Any, other: Path, expected: Any
+) -> None:
+    """rollback="none": after a failure every request raises an error that says why, until a complete refit; a NaN that
+    comes first is noticed before anything is written, so that the previous weights keep serving."""
+    engine, tensors = as_engine(serving), tensors_of(other)
+    before = scores(serving)
+    if failure == "nan":
+        tensors = {"model.norm.weight": torch.full((64,), torch.nan, dtype=torch.bfloat16)} | tensors
+        tensors["model.norm.weight"] = torch.full((64,), torch.nan, dtype=torch.bfloat16)
+    wrong = "0123456789abcdef" if failure == "fingerprint" else None
+    engine.begin(manifest(serving, tensors, wrong, rollback=Rollback.NONE))
+    if failure == "nan":
+        with pytest.raises(RefitError, match=r"model.norm.weight: holds NaN or Inf.*previous weights keep serving"):
+            engine.load([("model.norm.weight", tensors["model.norm.weight"])])
+        assert scores(serving) == before
+        return
+    engine.load(list(tensors.items())[: len(tensors) // 2 if failure == "half" else None])
+    with pytest.raises(RefitError, match="refuses to serve until a complete refit succeeds"):
+        engine.commit()
+    for _ in range(2):
+        with pytest.raises(RefitError, match=r"cannot serve: a refit to policy version \d+ failed"):
+            scores(serving)
+    assert engine.status().state is EngineState.REFUSING
+    with pytest.raises(RefitError, match="is missing from the push"):
+        push(serving, {}, None)
+    assert engine.status().state is EngineState.REFUSING
+    push(serving, tensors_of(other), expected[other][1])
+    assert scores(serving) == expected[other][0]
+    assert engine.status().state is EngineState.SERVING
+
+
+def test_a_failed_rollback_refuses_to_serve(
+    serving: Any, other: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If putting the old weights back fails as well, or puts other bytes back, nothing serves until the next push."""
+    for breaks in (lambda self: None, lambda self: 1 / 0):
+        with monkeypatch.context() as patch:
+            patch.setattr(UndoLog, "restore", breaks)
+            with pytest.raises(RefitError, match=r"so did its rollback.*refuses to serve until a complete refit"):
+                push(serving, tensors_of(other), "0123456789abcdef")
+        with pytest.raises(RefitError, match="this engine cannot serve"):
+            scores(serving)
+        push(serving, tensors_of(other), expected[other][1])
+        assert scores(serving) == expected[other][0]
+
+
+def test_an_interrupt_is_rolled_back(
+    serving: Any, other: Path, expected: Any, tiny_qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C between two layers stays an interrupt, and the previous weights serve on, input scales included."""
+    tensors = tensors_of(other) | {f"{EXPERT}.gate_proj.input_scale": torch.tensor(0.5)}
+    loader = quads_layers(serving)["quads.model.layers.1.mlp.experts"].loader
+    kept = dict(loader._input_scales)
+    original, calls = Unit.digest, []
+
+    def interrupted(self: Unit) -> Tensor:
+        calls.append(self)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return original(self)
+
+    engine = as_engine(serving)
+    engine.begin(manifest(serving, tensors, expected[other][1]))
+    monkeypatch.setattr(Unit, "digest", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.load(reversed(tensors.items()))
+    monkeypatch.undo()
+    assert scores(serving) == expected[tiny_qwen3_moe][0]
+    assert engine.fingerprint() == expected[tiny_qwen3_moe][1]
+    assert loader._input_scales == kept
+    push(serving, tensors, expected[other][1])
+    assert set(loader._input_scales) == {*kept, f"{EXPERT}.gate_proj"}
+    assert loader._input_scales[f"{EXPERT}.gate_proj"] == 0.5
+
+
+def test_fifty_refits_do_not_grow_or_drift(serving: Any, other: Path, expected: Any, tiny_qwen3_moe: Path) -> None:
+    """Fifty pushes in a row, BF16 and packed, failed ones among them: no tensor more, no memory more, the same bits."""
+    policies = [stacked(tensors_of(path)) for path in (tiny_qwen3_moe, other)]
+    prints = [expected[path][1] for path in (tiny_qwen3_moe, other)]
+
+    def rounds(count: int) -> tuple[int, int]:
+        for i in range(count):
+            if i % 10 == 9:
+                with pytest.raises(RefitError, match="previous weights keep serving"):
+                    push(serving, policies[0], "0123456789abcdef")
+            report = push(serving, policies[i % 2], prints[i % 2])
+            assert report.fingerprint == prints[i % 2]
+        gc.collect()
+        tensors = [o for o in gc.get_objects() if isinstance(o, Tensor)]
+        return len(tensors), sum(t.untyped_storage().nbytes() for t in tensors if t.device.type == "cpu")
+
+    first = rounds(10)
+    assert rounds(40) == first
     assert scores(serving) == expected[other][0]
 
 

@@ -26,6 +26,7 @@ from trainer_qat import (
     sensitivities,
     token_log_probs,
 )
+from trainer_qat.push_stream import PushStream
 from vllm_quads.checkpoint import fingerprint_checkpoint
 from vllm_quads.compensation import CompensationState
 from vllm_quads.nvfp4 import Contract, MismatchError, RefitError
@@ -119,15 +120,15 @@ def test_an_interrupted_push_leaves_the_previous_weights(
     sync = RolloutSync(model, llm)
     before, values = sync.push(), scores(llm)
     train(model, 1, seed=4)
-    items = sync.payload.items
+    tensors = PushStream.tensors
 
-    def dying(**options: Any) -> Iterator[Any]:
-        for count, item in enumerate(items(**options)):
-            if count == 30 and not options.get("quantized_only"):
+    def dying(self: PushStream) -> Iterator[Any]:
+        for count, item in enumerate(tensors(self)):
+            if count == 20:
                 raise OSError("out of memory")
             yield item
 
-    monkeypatch.setattr(sync.payload, "items", dying)
+    monkeypatch.setattr(PushStream, "tensors", dying)
     with pytest.raises(RefitError, match=r"failed after model\..*out of memory.*previous weights keep serving"):
         sync.push()
     rollout = as_engine(llm)
@@ -149,14 +150,14 @@ def test_wrong_contract_and_unknown_tensor_are_refused_by_name(
     with pytest.raises(MismatchError, match="keep_last_layers: 1 != 0"):
         RolloutSync(other, llm)
     sync = RolloutSync(model, llm)
-    specs = sync.payload.specs()
+    specs = PushStream(sync.payload).specs()
     extra = {**specs, "model.layers.9.mlp.extra.weight": specs["model.norm.weight"]}
-    monkeypatch.setattr(sync.payload, "specs", lambda **_: extra)
+    monkeypatch.setattr(PushStream, "specs", lambda _: extra)
     with pytest.raises(RefitError, match=r"model\.layers\.9\.mlp\.extra"):
         sync.push()
-    fewer = {n: s for n, s in specs.items() if "layers.1.mlp.experts.2.up_proj.weight_scale" not in n}
-    monkeypatch.setattr(sync.payload, "specs", lambda **_: fewer)
-    with pytest.raises(RefitError, match=r"layers\.1\.mlp\.experts\.2\.up_proj"):
+    fewer = {n: s for n, s in specs.items() if n != "model.layers.1.mlp.experts.gate_up_proj.weight_scale"}
+    monkeypatch.setattr(PushStream, "specs", lambda _: fewer)
+    with pytest.raises(RefitError, match=r"layers\.1\.mlp\.experts\.gate_up_proj: its block scales is missing"):
         sync.push()
     assert (scores(llm), as_engine(llm).fingerprint()) == (values, fingerprint)
 
