@@ -194,7 +194,9 @@ class LayerRuntime(nn.Module):
         version = (self.loader.version, self._state_version)
         if self._derived_from != version:
             self.loader.check_settled()
-            self._prepare()
+            # vLLM runs models in inference mode, and what was made in it can only be changed in it.
+            with torch.inference_mode():
+                self._prepare()
             self._derived_from = version
 
     def settle_for_graphs(self) -> None:
