@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +27,7 @@ from vllm_quads.bench import environment
 from vllm_quads.bench.result import Result, Series
 
 BASELINE = "BF16"
+_START = time.monotonic()
 PEERS = {
     "ModelOpt's Triton kernel, per expert": modelopt_kernel(),
     "ModelOpt's formula in torch, per expert": modelopt_formula,
@@ -46,8 +50,8 @@ def start_ranks() -> int:
     return ranks
 
 
-def arms_of(bench: StepBench, steps: int, peers: bool) -> list[Arm]:
-    """All arms on one model, the baseline first and last (the mean of both counts)."""
+def arms_of(bench: StepBench, steps: int) -> list[Arm]:
+    """Our arms on one model, the baseline first and last (the mean of both counts)."""
     kinds: dict[str, AbstractContextManager[None]] = {
         BASELINE: nullcontext(),
         "QAT, BF16 cache": bench.quantized(CacheMode.DENSE),
@@ -59,11 +63,6 @@ def arms_of(bench: StepBench, steps: int, peers: bool) -> list[Arm]:
         with context:
             arms.append(bench.measure(name, steps))
             say(_line(arms[-1]))
-    for name, quantize in PEERS.items() if peers else ():
-        if quantize is not None:
-            with bench.per_expert(quantize):
-                arms.append(bench.measure(name, max(1, steps // 2), warm_up=1))
-                say(_line(arms[-1]))
     again = bench.measure(BASELINE, steps, warm_up=1)
     say(_line(again), "(again)")
     arms[0].step_ms = (arms[0].step_ms + again.step_ms) / 2
@@ -71,14 +70,74 @@ def arms_of(bench: StepBench, steps: int, peers: bool) -> list[Arm]:
     return arms
 
 
+def peers_of(bench: StepBench, steps: int) -> list[Arm]:
+    """Other trainers' fake quantization, expert by expert, on the same model."""
+    arms = []
+    for name, quantize in PEERS.items():
+        if quantize is not None:
+            with bench.per_expert(quantize):
+                arms.append(bench.measure(name, steps, warm_up=1))
+                say(_line(arms[-1]))
+    return arms
+
+
 def say(*words: object) -> None:
     """Print on rank 0."""
     if int(os.environ.get("RANK", "0")) == 0:
-        print(*words, flush=True)
+        print(f"{time.monotonic() - _START:6.1f} s", *words, flush=True)
 
 
 def _line(arm: Arm) -> str:
     return f"{arm.name}: {arm.step_ms:.1f} ms, peak {arm.peak_bytes / 2**30:.2f} GiB, loss {arm.loss:.6f}"
+
+
+class Table:
+    """Collects arms and writes them as a result, as often as one likes."""
+
+    def __init__(self, bench: StepBench, out: Path, settings: dict[str, Any]) -> None:
+        self._bench, self._out, self._settings = bench, out, settings
+        self._series: dict[str, Series] = {}
+        self._details: dict[str, dict[str, object]] = {}
+        self._baseline: dict[int, Arm] = {}
+
+    def add(self, tokens: int, arms: Sequence[Arm]) -> None:
+        """Arms measured with this many tokens in a micro-batch; those of the baseline come first."""
+        for arm in arms:
+            baseline = self._baseline.setdefault(tokens, arm)
+            relative = ratios([arm], baseline, self._bench.quantized_bytes)[arm.name]
+            role = "peer" if arm.name == BASELINE or arm.name in PEERS else "quads"
+            for name, kind, unit, value in (
+                (arm.name, role, "ms", arm.step_ms),
+                (f"{arm.name}: step time / BF16", "check", "ratio", relative["step time"]),
+                (f"{arm.name}: peak above BF16 / BF16 bytes", "check", "ratio", relative["memory"]),
+            ):
+                self._series.setdefault(name, Series(name, kind, unit, {})).values[tokens] = value
+            detail = {"steps_ms": arm.steps_ms, "peak_bytes": arm.peak_bytes, "loss": arm.loss}
+            self._details.setdefault(arm.name, {})[str(tokens)] = detail
+            say(tokens, arm.name, {k: round(v, 4) for k, v in relative.items()})
+
+    def save(self) -> None:
+        """Write what there is, on rank 0."""
+        ranks = self._settings["ranks"]
+        result = Result(
+            "training",
+            "Training step of Qwen3-30B-A3B's layers, weights of the routed experts in NVFP4",
+            "tokens of a micro-batch",
+            tuple(self._series.values()),
+            environment.describe(),
+            {
+                "name": "qwen3-30b-a3b" + (f"-fsdp{ranks}" if ranks > 1 else ""),
+                **self._settings,
+                "vocabulary": self._bench.vocabulary,
+                "optimizer": "AdamW, fused, BF16 weights, gradients and states",
+                "gradient_checkpointing": True,
+                "experts_implementation": "grouped_mm",
+                "quantized_bf16_bytes": self._bench.quantized_bytes,
+            },
+            details=self._details,
+        )
+        if int(os.environ.get("RANK", "0")) == 0:
+            say("saved", result.save(self._out / f"{result.stem}.json").name)
 
 
 def main() -> None:
@@ -98,45 +157,15 @@ def main() -> None:
     wrap = shard if ranks > 1 else lambda model: None
     bench = StepBench.build(layers, tokens[0], args.micro_batches, wrap=wrap)
     say(f"{layers} layers, {bench.quantized_bytes / 2**30:.2f} GiB of routed experts in BF16, {ranks} ranks")
-    series: dict[str, Series] = {}
-    details: dict[str, dict[str, object]] = {}
-    for i, count in enumerate(tokens):
+    table = Table(bench, args.out, {"layers": layers, "ranks": ranks, "micro_batches": args.micro_batches})
+    for count in tokens:
         bench.set_batches(count, args.micro_batches)
-        arms = arms_of(bench, args.steps, peers=i == 0 and not args.no_peers)
-        relative = ratios(arms, arms[0], bench.quantized_bytes)
-        for arm in arms:
-            role = "peer" if arm.name == BASELINE or arm.name in PEERS else "quads"
-            for name, kind, unit, value in (
-                (arm.name, role, "ms", arm.step_ms),
-                (f"{arm.name}: step time / BF16", "check", "ratio", relative[arm.name]["step time"]),
-                (f"{arm.name}: peak above BF16 / BF16 bytes", "check", "ratio", relative[arm.name]["memory"]),
-            ):
-                series.setdefault(name, Series(name, kind, unit, {})).values[count] = value
-            detail = details.setdefault(arm.name, {})
-            detail[str(count)] = {"steps_ms": arm.steps_ms, "peak_bytes": arm.peak_bytes, "loss": arm.loss}
-            say(count, arm.name, {k: round(v, 4) for k, v in relative[arm.name].items()})
-    result = Result(
-        "training",
-        "Training step of Qwen3-30B-A3B's layers, weights of the routed experts in NVFP4",
-        "tokens of a micro-batch",
-        tuple(series.values()),
-        environment.describe(),
-        {
-            "name": "qwen3-30b-a3b" + (f"-fsdp{ranks}" if ranks > 1 else ""),
-            "ranks": ranks,
-            "layers": layers,
-            "vocabulary": bench.vocabulary,
-            "micro_batches": args.micro_batches,
-            "steps": args.steps,
-            "optimizer": "AdamW, fused, BF16 weights, gradients and states",
-            "gradient_checkpointing": True,
-            "experts_implementation": "grouped_mm",
-            "quantized_bf16_bytes": bench.quantized_bytes,
-        },
-        details=details,
-    )
-    if int(os.environ.get("RANK", "0")) == 0:
-        say("saved", result.save(args.out / f"{result.stem}.json").name)
+        table.add(count, arms_of(bench, args.steps))
+        table.save()
+    if not args.no_peers:
+        bench.set_batches(tokens[0], args.micro_batches)
+        table.add(tokens[0], peers_of(bench, 1))
+        table.save()
     if ranks > 1:
         torch.distributed.destroy_process_group()
 
