@@ -16,13 +16,13 @@ from torch import nn
 from trainer_models import ALL_LINEARS, qwen3, single_thread, tokens  # noqa: F401
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from trainer_qat import RolloutSync, prepare_qat
+from trainer_qat import RolloutSync, Schedule, prepare_qat, qat_state_dict
 from trainer_qat.prepare import is_prepared
 from vllm_quads.nvfp4 import Contract, ContractError
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-from trainer_qat.integrations.hf import QuadsCallback
+from trainer_qat.integrations.hf import STATE_FILE, QuadsCallback
 
 STEPS, LR = 4, 0.3
 
@@ -134,13 +134,14 @@ def test_a_saved_model_loads_without_quads_and_a_run_resumes(tmp_path: Path) -> 
     assert equal(weights(resumed), weights(whole))
 
 
-def test_callback_prepares_enables_pushes_and_logs(tmp_path: Path) -> None:
-    """Plain steps until `enable_at_step`, the engine at the policy's bytes after every push, and all of it logged."""
+def test_callback_prepares_schedules_pushes_and_logs(tmp_path: Path) -> None:
+    """Plain steps until the schedule starts, the engine at the policy's bytes after each push, and all of it logged."""
     model = qwen3()
     contract = Contract()
     shape = qwen3()
     engine = FakeEngine(contract, prepare_qat(shape, contract).quantized)
-    callback = QuadsCallback(contract, engine=engine, enable_at_step=2, push_every=2)
+    options = {"schedule": Schedule(start=2)}
+    callback = QuadsCallback(contract, engine=engine, push_every=2, qat_options=options)
     trained = trainer(model, tmp_path, callbacks=[callback])
     trained.train()
     plain = plain_loop(qwen3())
@@ -149,11 +150,37 @@ def test_callback_prepares_enables_pushes_and_logs(tmp_path: Path) -> None:
     assert engine.calls == ["begin", "load", "commit"] * 3  # before the first, after the second and the fourth step
     assert engine.fingerprint() == RolloutSync(model, None).payload.fingerprint() == callback.report.fingerprint
     lines = [line for line in trained.state.log_history if "loss" in line]
-    assert [line["quads/enabled"] for line in lines] == [0, 0, 1, 1]
+    assert [line["quads/strength"] for line in lines] == [0, 1, 1, 1]  # of the next step, as is the learning rate
     assert [line["quads/policy_version"] for line in lines] == [1, 2, 2, 3]
     assert callback.qat_report is not None
-    with pytest.raises(ContractError, match="push_every is 0"):
+    with pytest.raises(ContractError, match="push_every: is 0"):
         QuadsCallback(push_every=0)
+
+
+def test_moving_average_scales_survive_a_restart(tmp_path: Path) -> None:
+    """What the weights alone do not tell is in the checkpoint, and a resumed run needs it; nor does it go on with
+    experts other than those of the checkpoint, which Trainer does not restore."""
+    contract = Contract().merged({"weight_global_scale": "moving_average"})
+    options = {"scale_decay": 0.5}
+    whole = qwen3()
+    straight = trainer(
+        whole, tmp_path, [QuadsCallback(contract, qat_options=options)], save_strategy="steps", save_steps=2
+    )
+    straight.train()
+    stopped = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2", dtype=torch.bfloat16)
+    resumed = qwen3()
+    resumed.load_state_dict(stopped.state_dict())
+    again = trainer(resumed, tmp_path, [QuadsCallback(contract, qat_options=options)])
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert equal(weights(resumed), weights(whole))
+    assert equal(qat_state_dict(resumed), qat_state_dict(whole))
+    other = trainer(qwen3(), tmp_path, [QuadsCallback(contract, qat_options=options)])
+    with pytest.raises(ContractError, match="fused experts.*from_pretrained"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    (tmp_path / "checkpoint-2" / STATE_FILE).unlink()
+    lost = trainer(qwen3(), tmp_path, [QuadsCallback(contract, qat_options=options)])
+    with pytest.raises(ContractError, match="does not know its global scales"):
+        lost.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 # --- two ranks -------------------------------------------------------------------------------------------------------

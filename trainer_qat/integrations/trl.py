@@ -32,13 +32,13 @@ from trl.generation import vllm_generation
 from trl.trainer.utils import ensure_master_addr_port
 
 from trainer_qat.integrations.gap import GapRecorder, loggable
+from trainer_qat.integrations.hf import PREFIX, FollowSteps, push_metrics
 from trainer_qat.prepare import QatReport, is_prepared, prepare_qat, state_of
 from trainer_qat.sensitivity import sensitivities
 from trainer_qat.sync import RolloutSync
 from vllm_quads.nvfp4 import Contract, ContractError, MismatchError, first_difference
 from vllm_quads.refit import HttpEngine, RefitReport
 
-PREFIX = "quads/"
 SAMPLES = 8
 """Sequences that sensitivities are computed on: one forward and one backward pass per push."""
 
@@ -171,7 +171,7 @@ class QuadsMixin:
 
         Args:
             contract: what is quantized; None takes that of a prepared model, or else the default (all routed experts).
-            qat_options: further arguments of `prepare_qat`, such as {"cache": "packed"}.
+            qat_options: further arguments of `prepare_qat`, such as {"schedule": Schedule(start=10)}.
             engine_options: further arguments of a colocated engine, vLLM's `LLM` ({"enforce_eager": True}; they win
                 over TRL's), or of a server's `HttpEngine` ({"data": "ipc"}).
             refresh_compensation: let the engine gather error statistics while it generates, and choose its channel
@@ -206,6 +206,7 @@ class QuadsMixin:
         self.vllm_generation = _generation(self, config, dict(engine_options or {}), refresh_compensation)
         self._last_loaded_step = -1
         self._gap = GapRecorder()
+        self.add_callback(FollowSteps())  # type: ignore[attr-defined]
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's loss; on the way it notes the two sides' log-probs of this micro-batch."""
@@ -223,14 +224,7 @@ class QuadsMixin:
             logs.update(loggable(report.to_dict(PREFIX)))
             pushed = self.vllm_generation.report
             if pushed is not None:
-                seconds = pushed.seconds.get("trainer_total", 0.0)
-                logs.update(
-                    {
-                        f"{PREFIX}policy_version": pushed.policy_version,
-                        f"{PREFIX}push/bytes": pushed.bytes,
-                        f"{PREFIX}push/seconds": seconds,
-                    }
-                )
+                logs.update({PREFIX + key: value for key, value in push_metrics(pushed).items()})
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
