@@ -425,6 +425,8 @@ for line in sys.stdin:
     m = json.loads(line)
     if m.get("event") == "memory":
         answer(event="memory", weights_gib=17.0, kv_cache_tokens=100_000, reserved_gib=40.0, card_gib=140.0)
+    elif m.get("event") == "experts":
+        answer(event="experts", hit=m["sequences"] / 4)
     elif name == "fp8-block" and m["sequences"] == 64:
         print("RuntimeError: out of memory", file=sys.stderr); sys.exit(7)
     else:
@@ -444,7 +446,7 @@ def test_one_engine_s_failure_costs_no_other_its_numbers(
     card = SimpleNamespace(total_memory=140 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: card)
     steps: list[tuple[int, int]] = []
-    options = serving.ServeOptions(layers=4, repeats=2, sequences=(16, 64), together=together)
+    options = serving.ServeOptions(layers=4, repeats=2, sequences=(16, 64), together=together, count_experts=True)
     result = serving.run_serve(options, lambda done, total, _: steps.append((done, total)))
     assert result.missing["marlin"] == "ValueError: no such kernel"
     assert "code 7: RuntimeError: out of memory" in result.missing["fp8-block"]
@@ -458,6 +460,7 @@ def test_one_engine_s_failure_costs_no_other_its_numbers(
     cache = 100_000 * kv_bytes_per_token(4) / 2**30
     assert memory["kv_left_gib"] == pytest.approx(0.9 * 140 - (40 - cache), abs=0.01)
     assert memory["kernels"] == ["Using 'MARLIN' NvFp4 MoE backend"]
+    assert result.settings["experts_hit"] == {"16": 4.0, "64": 16.0}
     assert all(d <= t for d, t in steps)
     assert Result.from_dict(json.loads(json.dumps(result.to_dict()))).xs() == [16, 64]
 

@@ -28,7 +28,7 @@ def random_checkpoint(config: Any, form: str, device: torch.device | str, seed: 
     `config` has the fields of a Qwen3MoeConfig. The values depend on the seed and the device's generator only, so every
     form and every engine gets the same weights. Raises QuadsError for an unknown form.
     """
-    forms: dict[str, Callable[[str, Tensor], Named]] = {"bf16": _bf16, "fp8-block": _fp8_block, "nvfp4": _nvfp4}
+    forms: dict[str, Callable[[list[str], Tensor], Named]] = {"bf16": _bf16, "fp8-block": _fp8_block, "nvfp4": _nvfp4}
     if form not in forms:
         raise QuadsError(f"form is {form!r}, expected one of {', '.join(forms)}")
     linear = forms[form]
@@ -57,34 +57,40 @@ def random_checkpoint(config: Any, form: str, device: torch.device | str, seed: 
             ("v_proj", keys, hidden),
             ("o_proj", hidden, queries),
         ):
-            yield from linear(f"{layer}.self_attn.{name}", normal(rows, columns))
+            yield from linear([f"{layer}.self_attn.{name}"], normal(1, rows, columns))
         yield f"{layer}.mlp.gate.weight", normal(config.num_experts, hidden)
-        for e in range(config.num_experts):
-            expert = f"{layer}.mlp.experts.{e}"
-            yield from linear(f"{expert}.gate_proj", normal(inner, hidden))
-            yield from linear(f"{expert}.up_proj", normal(inner, hidden))
-            yield from linear(f"{expert}.down_proj", normal(hidden, inner))
+        for name, rows, columns in (
+            ("gate_proj", inner, hidden),
+            ("up_proj", inner, hidden),
+            ("down_proj", hidden, inner),
+        ):
+            names = [f"{layer}.mlp.experts.{e}.{name}" for e in range(config.num_experts)]
+            yield from linear(names, normal(config.num_experts, rows, columns))
     yield "model.norm.weight", ones(hidden)
     yield "lm_head.weight", normal(config.vocab_size, hidden)
 
 
-def _bf16(name: str, w: Tensor) -> Named:
-    yield f"{name}.weight", w
+def _bf16(names: list[str], w: Tensor) -> Named:
+    for name, matrix in zip(names, w, strict=True):
+        yield f"{name}.weight", matrix
 
 
-def _fp8_block(name: str, w: Tensor) -> Named:
-    n, k = w.shape
-    blocks = w.to(torch.float32).reshape(n // 128, 128, k // 128, 128)
-    scale = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-12) / _FP8_MAX
-    codes = (blocks / scale[:, None, :, None]).reshape(n, k).to(torch.float8_e4m3fn)
-    yield f"{name}.weight", codes
-    yield f"{name}.weight_scale_inv", scale
+def _fp8_block(names: list[str], w: Tensor) -> Named:
+    _, n, k = w.shape
+    for name, matrix in zip(names, w, strict=True):
+        blocks = matrix.to(torch.float32).reshape(n // 128, 128, k // 128, 128)
+        scale = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-12) / _FP8_MAX
+        yield f"{name}.weight", (blocks / scale[:, None, :, None]).reshape(n, k).to(torch.float8_e4m3fn)
+        yield f"{name}.weight_scale_inv", scale
 
 
-def _nvfp4(name: str, w: Tensor) -> Named:
+def _nvfp4(names: list[str], w: Tensor) -> Named:
     # One amax for all: q, k and v, and gate and up, then share their global scale, as vLLM's fused layers want it.
-    packed = PackedTensor.quantize(w, amax=torch.tensor(_CUT, dtype=w.dtype).to(w.device, torch.float32))
-    yield f"{name}.weight", packed.codes
-    yield f"{name}.weight_scale", packed.block_scales
-    yield f"{name}.weight_scale_2", packed.decode_scale.reshape(())
-    yield f"{name}.input_scale", torch.ones((), device=w.device)
+    amax = torch.full((len(names),), _CUT, device=w.device, dtype=w.dtype).to(torch.float32)
+    packed = PackedTensor.quantize(w, amax=amax)
+    scales = packed.block_scales.view(torch.uint8)  # float8 tensors lack kernels in some torch releases
+    for e, name in enumerate(names):
+        yield f"{name}.weight", packed.codes[e]
+        yield f"{name}.weight_scale", scales[e].view(torch.float8_e4m3fn)
+        yield f"{name}.weight_scale_2", packed.decode_scale[e]
+        yield f"{name}.input_scale", torch.ones((), device=w.device)

@@ -69,7 +69,7 @@ class ServeOptions:
     logs: Path | None = None
     """Folder that keeps the engines' logs."""
     count_experts: bool = False
-    """First start the last engine once more and count how many experts a decode step uses."""
+    """Also start one engine that counts how many experts a decode step uses."""
 
     def __post_init__(self) -> None:
         for name in self.engines:
@@ -117,10 +117,8 @@ def run_serve(options: ServeOptions | None = None, progress: Progress = lambda *
     environment.require(hopper=quads)
     run = _Run(options, progress)
     with tempfile.TemporaryDirectory() as directory:
-        if options.count_experts:
-            run.count_experts(Path(directory))
-        for group in _groups(options):
-            run.measure(group, Path(directory))
+        for i, group in enumerate(_groups(options)):
+            run.measure(group, Path(directory), count_experts=options.count_experts and i == 0)
     return run.result()
 
 
@@ -141,16 +139,32 @@ class _Run:
         per_engine = 1 + len(options.sequences) * (options.repeats + 1)
         self.done, self.total = 0, per_engine * len(options.engines)
 
-    def measure(self, names: Sequence[str], directory: Path) -> None:
-        """Start these engines, let them generate in turn, stop them."""
+    def measure(self, names: Sequence[str], directory: Path, *, count_experts: bool) -> None:
+        """Start these engines, let them generate in turn, stop them.
+
+        With `count_experts` one of them (QUADS if it is there) is started a second time, counts, and is stopped before
+        anything is timed.
+        """
         with contextlib.ExitStack() as stack:
             workers = {}
+            counting = stack.enter_context(contextlib.ExitStack())
+            if count_experts:
+                engine = engine_named(next((n for n in names if n.startswith("quads")), names[0]))
+                extra = {"enable_return_routed_experts": True, "enforce_eager": True}
+                engine = replace(engine, name=f"{engine.name}-counting", arguments=engine.arguments | extra)
+                counter = counting.enter_context(_worker(engine, self.options, directory))
+                if not self.options.together:  # not beside engines that take the rest of the card
+                    self._count(counter)
+                    counting.close()
             for name in names:
                 self.progress(self.done, self.total, f"starting {name}")
                 workers[name] = stack.enter_context(_worker(engine_named(name), self.options, directory))
             for name in list(workers):
                 if self._guarded(workers, name, self._started):
                     self._step(f"{name} is up")
+            if count_experts and self.options.together:
+                self._count(counter)
+            counting.close()
             for count in self.options.sequences:
                 for repeat in range(self.options.repeats + 1):  # the first, with few tokens, warms up
                     for name in list(workers):
@@ -159,19 +173,15 @@ class _Run:
             for name in list(workers):
                 self._guarded(workers, name, self._memory)
 
-    def count_experts(self, directory: Path) -> None:
+    def _count(self, worker: Worker) -> None:
         """Distinct experts per layer and decode step, from an engine that returns its routing (slower, not timed)."""
         o = self.options
-        engine = engine_named(o.engines[-1])
-        extra = {"enable_return_routed_experts": True, "enforce_eager": True}
-        self.progress(self.done, self.total, f"counting experts with {engine.name}")
         try:
-            with _worker(replace(engine, arguments=engine.arguments | extra), o, directory) as worker:
-                worker.receive()
-                for count in o.sequences:
-                    command = {"event": "experts", "sequences": count, "prompt": o.prompt, "output": min(o.output, 64)}
-                    worker.send(command)
-                    self.experts_hit[str(count)] = round(worker.receive()["hit"], 2)
+            worker.receive()
+            for count in o.sequences:
+                command = {"event": "experts", "sequences": count, "prompt": o.prompt, "output": min(o.output, 64)}
+                worker.send(command)
+                self.experts_hit[str(count)] = round(worker.receive()["hit"], 2)
         except WorkerFailed as e:
             self.missing["experts hit"] = str(e)
 
