@@ -201,6 +201,23 @@ def test_compiled_graphs_use_the_cache(mode: CacheMode) -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_captured_step_follows_the_weights(mode: CacheMode) -> None:
+    """Replays of a CUDA graph quantize the weights as they are then, whatever the cache has kept."""
+    model = prepared(mode)
+    experts = model.model.layers[0].mlp.experts
+    with torch.no_grad():
+        expert_weights(experts)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = expert_weights(experts)[1]
+        for _ in range(2):
+            experts.down_proj.data.mul_(1.37)
+            graph.replay()
+            assert torch.equal(captured.cpu(), fake_quantize_weight(experts.down_proj.detach().cpu()))
+
+
 def test_a_push_reuses_the_packed_cache() -> None:
     """The packed weight that a push takes is the cache's own, and equals the reference."""
     model = prepared(CacheMode.PACKED)

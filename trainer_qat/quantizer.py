@@ -128,21 +128,22 @@ class WeightQuantizer:
         mode = self.state.cache_mode()
         sources = self.sources(weight)
         # The ranks must not disagree on whether a collective runs.
-        if mode is CacheMode.NONE or _sharded(sources):
-            amax = self.amax(weight)
-            return amax, fake_quantize(weight, amax, self.name)
-        if torch.compiler.is_compiling():
-            frozen = None if self.frozen is None else self.frozen.to(weight.device)
-            return None, cached_weight(weight, sources[1:], frozen, self.name, self.cache.handle, whole)
-        if KeptQuantization.available(weight) and not _capturing(weight):
-            kept = self._kept(sources, dense=mode is CacheMode.DENSE, whole=whole)
-            amax = kept.amax if self.frozen is None else self.frozen.to(weight.device)
-            if kept.values is not None:
-                return amax, kept.values
-            assert kept.packed is not None
-            return amax, kernels.dequantize_stack(kept.packed, dtype=weight.dtype)
-        amax, value = self._kept_by_reference(sources, mode)
-        return amax, value.dequantize(weight.dtype) if isinstance(value, PackedTensor) else value
+        if mode is not CacheMode.NONE and not _sharded(sources):
+            if torch.compiler.is_compiling():
+                frozen = None if self.frozen is None else self.frozen.to(weight.device)
+                return None, cached_weight(weight, sources[1:], frozen, self.name, self.cache.handle, whole)
+            if not KeptQuantization.available(weight):
+                amax, value = self._kept_by_reference(sources, mode)
+                return amax, value.dequantize(weight.dtype) if isinstance(value, PackedTensor) else value
+            if not _capturing(weight):
+                kept = self._kept(sources, dense=mode is CacheMode.DENSE, whole=whole)
+                amax = kept.amax if self.frozen is None else self.frozen.to(weight.device)
+                if kept.values is not None:
+                    return amax, kept.values
+                assert kept.packed is not None
+                return amax, kernels.dequantize_stack(kept.packed, dtype=weight.dtype)
+        amax = self.amax(weight)
+        return amax, fake_quantize(weight, amax, self.name)
 
     def _kept(self, sources: list[Tensor], *, dense: bool, whole: bool) -> KeptQuantization:
         return kept_on_device(self.cache, sources, self.frozen, self.name, dense=dense, whole=whole)
@@ -190,11 +191,12 @@ def cached_weight(
         kept = kept_on_device(cache, sources, frozen, name, dense=False, whole=whole)
         assert kept.packed is not None
         return kernels.dequantize_stack(kept.packed, dtype=weight.dtype)
-    value = None if cache is None else cache.get(sources, frozen)
+    reference = cache is not None and not KeptQuantization.available(weight)
+    value = cache.get(sources, frozen) if cache is not None and reference else None
     if isinstance(value, PackedTensor):
         return value.dequantize(weight.dtype)
     amax = torch.stack([_amax(s, name) for s in sources]).amax(dim=0) if frozen is None else frozen
-    if cache is None or weight.is_cuda:
+    if cache is None or not reference:
         return kernels.fake_quantize_stack(weight, amax)
     packed = PackedTensor.quantize(weight, amax=amax, name=name)
     cache.put(sources, packed, amax, frozen)
