@@ -85,6 +85,22 @@ def test_a_worker_answers_questions(shared: tuple[Any, Any]) -> None:
         assert ("error" in answer) is (question == "what?")
 
 
+def test_compensation_state_can_be_fetched(shared: tuple[Any, Any]) -> None:
+    """What a remote engine gives for an export is what the engine in this process serves with."""
+    llm, model = shared
+    rollout = LlmEngine(llm)
+    rollout.collect_statistics()
+    scores(llm)
+    RolloutSync(model, rollout).push()
+    rollout.collect_statistics(False)
+    state, expected = rollout.compensation(), as_engine(llm).compensation()  # type: ignore[attr-defined]
+    assert state.sites.keys() == expected.sites.keys()
+    assert any(bool(s.blocks.any()) or bool(s.center.any()) for s in state.sites.values())
+    for name, site in state.sites.items():
+        assert torch.equal(site.blocks, expected.sites[name].blocks)
+        assert torch.equal(site.center, expected.sites[name].center)
+
+
 def test_a_failed_update_does_not_block_the_next(shared: tuple[Any, Any]) -> None:
     """Messages out of order, an unknown operation and an update without a commit are failures that the worker keeps;
     `finish_weight_update` raises what nobody has asked for, and then the worker is ready again."""
@@ -192,7 +208,7 @@ def test_nccl_buckets_go_through_vllms_own_code(
 ) -> None:
     """What vLLM's packed broadcast sends, vLLM's receiving engine takes apart into the same tensors, whatever dtypes
     and odd sizes a bucket holds. (Both run here over a group in memory.)"""
-    from vllm.distributed.weight_transfer import packed_tensor
+    from vllm.distributed.weight_transfer import nccl_engine, packed_tensor
 
     stream = SimpleNamespace(synchronize=lambda: None)
     if hasattr(packed_tensor, "_get_streams"):
@@ -209,7 +225,7 @@ def test_nccl_buckets_go_through_vllms_own_code(
         joined.append({k: getattr(info, k) for k in ("master_address", "master_port", "rank_offset", "world_size")})
         return Group(mail, 1)
 
-    monkeypatch.setattr("vllm.distributed.weight_transfer.nccl_engine.worker_init_process_group", join)
+    monkeypatch.setattr(nccl_engine, "worker_init_process_group", join)
     monkeypatch.setattr(compat, "join_as_trainer", lambda info: Group(mail, 0))
 
     class Control:
@@ -247,10 +263,8 @@ def test_nccl_buckets_go_through_vllms_own_code(
 
 
 def test_ipc_handles_survive_as_json(receivers: tuple[Receivers, Sink], monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's receiving engine gets what torch's `rebuild_cuda_tensor` needs, out of JSON and without pickles, both for
-    single tensors and for one shared buffer."""
-    from vllm.distributed.weight_transfer import ipc_engine, packed_tensor
-
+    """A worker gets what torch's `rebuild_cuda_tensor` needs, out of JSON and without pickles, both for single tensors
+    and for one shared buffer."""
     handle = [[2, 3], [3, 1], 4, "float8_e4m3fn", 0, "00ff", 4096, 512, "0a", 64, "0b", True]
     args = decode_handle(json.loads(json.dumps(handle)))
     assert args[1:4] == (torch.Size([2, 3]), (3, 1), 4)
@@ -264,9 +278,7 @@ def test_ipc_handles_survive_as_json(receivers: tuple[Receivers, Sink], monkeypa
         rebuilt.append(values)
         return stored if values[5] is torch.float32 else stored.view(-1).view(torch.uint8)
 
-    monkeypatch.setattr(ipc_engine, "rebuild_cuda_tensor", rebuild)
     monkeypatch.setattr("torch.multiprocessing.reductions.rebuild_cuda_tensor", rebuild)
-    monkeypatch.setattr(packed_tensor, "rebuild_cuda_tensor", rebuild, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="GPU-1"))
     worker, sink = receivers
     single = [*handle[:3], "float32", *handle[4:]]

@@ -186,6 +186,29 @@ def token_count(device: torch.device) -> Tensor | None:
     return last
 
 
+ABSORBED = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")
+"""What multi-head latent attention derives from kv_b_proj after loading; newer vLLM keeps them as parameters."""
+
+
+def absorb_latent_attention(model: torch.nn.Module) -> None:
+    """Derive the copies of kv_b_proj anew, in place: captured graphs keep reading the same memory."""
+    for module in model.modules():
+        kept = {n: t for n in ABSORBED if isinstance(t := getattr(module, n, None), Tensor)}
+        if not kept or not hasattr(module, "kv_b_proj"):
+            continue
+        before = {name: tensor.data for name, tensor in kept.items()}
+        module.process_weights_after_loading(module.kv_b_proj.params_dtype)  # type: ignore[operator, union-attr]
+        for name, old in before.items():
+            new: Tensor = getattr(module, name)
+            if new.data_ptr() == old.data_ptr():
+                continue
+            old.copy_(new)
+            if isinstance(new, torch.nn.Parameter):
+                new.data = old
+            else:
+                setattr(module, name, old)
+
+
 def abandon_layerwise_reload() -> None:
     """Take layers that vLLM's layerwise reload has taken apart back to their old tensors, after a failure.
 
@@ -229,12 +252,8 @@ def default_weight_transfer(vllm_config: Any, name: str) -> None:
         vllm_config.weight_transfer_config = WeightTransferConfig(backend=name)
 
 
-def transfer_engine_class(plane: str) -> Any:
-    """vLLM's own receiving engine: `ipc` or `nccl`."""
-    if plane == "ipc":
-        from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
-
-        return IPCWeightTransferEngine
+def nccl_engine_class() -> Any:
+    """vLLM's own receiving engine for NCCL."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
     return NCCLWeightTransferEngine
@@ -248,11 +267,6 @@ def init_info(engine: Any, values: Mapping[str, Any]) -> Any:
 def update_info(engine: Any, values: Mapping[str, Any]) -> Any:
     """The engine's typed update info, see `init_info`."""
     return engine.parse_update_info(_known(engine.update_info_cls, values))
-
-
-def set_ipc_packed(engine: Any, packed: bool) -> None:
-    """Tell vLLM's IPC engine whether the next message is one buffer or one handle per tensor."""
-    engine.init_transfer_engine(init_info(engine, {"packed": packed}))
 
 
 def _known(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,12 +296,16 @@ def join_as_trainer(info: Mapping[str, Any]) -> Any:
 
 
 def broadcast_as_trainer(tensors: Iterator[tuple[str, Tensor]], group: Any, chunk_bytes: int) -> None:
-    """vLLM's packed broadcast from rank 0; returns when the tensors may be reused."""
+    """vLLM's packed broadcast from rank 0; before 0.27 it may still run when this returns."""
     from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
     packed_nccl_broadcast_producer(
-        iterator=tensors, group=group, src=0, post_iter_func=lambda item: item[1], buffer_size_bytes=chunk_bytes
+        iterator=tensors, group=group, src=0, post_iter_func=_flat, buffer_size_bytes=chunk_bytes
     )
+
+
+def _flat(item: tuple[str, Tensor]) -> Tensor:
+    return item[1].reshape(-1)  # vLLM 0.26 cannot pack scalars
 
 
 def own_address() -> str:

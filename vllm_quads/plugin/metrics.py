@@ -145,7 +145,7 @@ def bridge_file(vllm_config: VllmConfig, rank: int) -> Path | None:
     """Text copy of one data-parallel rank for the API server; None if prometheus_client shares metrics itself."""
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ or not vllm_config.instance_id:
         return None
-    return _bridge_files(vllm_config.instance_id).with_suffix(f".{rank}.prom")
+    return _bridge_files(vllm_config.instance_id).with_suffix(f".{rank}.{os.getpid()}.prom")
 
 
 def _bridge_files(instance: str) -> Path:
@@ -160,9 +160,9 @@ class _Bridge:
         self._pattern = pattern
 
     def files(self) -> list[Path]:
-        """Files of all ranks, those of this user only."""
+        """Files of this user's that running workers have written, one per rank."""
         found = sorted(self._pattern.parent.glob(f"{self._pattern.name}.*.prom"))
-        return [f for f in found if f.stat().st_uid == os.getuid()]
+        return [f for f in found if f.stat().st_uid == os.getuid() and _is_running(int(f.suffixes[-2][1:]))]
 
     def describe(self) -> list[Metric]:
         """Nothing: names are known only at a scrape."""
@@ -179,9 +179,17 @@ class _Bridge:
 
     def remove(self) -> None:
         """Delete the files, at the end of the API server."""
-        for file in self.files():
+        for file in self._pattern.parent.glob(f"{self._pattern.name}.*.prom"):
             with contextlib.suppress(OSError):
                 file.unlink()
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
 
 
 class RefitStatLogger(StatLoggerBase):

@@ -34,7 +34,7 @@ from vllm_quads.plugin.refit import config_of, model_fingerprint, session_of
 from vllm_quads.plugin.transfer_checkpoint import checkpoint_manifest, checkpoint_state, checkpoint_tensors
 from vllm_quads.plugin.transfer_receive import Receivers
 from vllm_quads.refit import Manifest
-from vllm_quads.refit.remote import PROTOCOL
+from vllm_quads.refit.remote import PROTOCOL, state_to_text
 
 logger = init_logger("vllm.quads")
 
@@ -97,6 +97,8 @@ class QuadsTransferEngine(WeightTransferEngine):
             "describe": self._describe,
             "fingerprint": self._fingerprint,
             "before_sleep": self._before_sleep,
+            "collect_statistics": self._collect_statistics,
+            "compensation": self._compensation,
         }
         if question not in questions:
             return answer | {"error": f"knows no question {question!r}, only {sorted(questions)}"}
@@ -129,6 +131,17 @@ class QuadsTransferEngine(WeightTransferEngine):
     def _before_sleep(self) -> dict[str, Any]:
         config_of(self.model).refusal = "the engine slept at level 2, which drops its weights"
         return {}
+
+    def _collect_statistics(self, on: bool) -> dict[str, Any]:
+        config_of(self.model).collect(bool(on))
+        return {}
+
+    def _compensation(self) -> dict[str, Any]:
+        if self._ranks > 1:
+            raise RefitError(
+                f"each of the {self._ranks} workers has the state of its shard; ask an engine with one worker"
+            )
+        return {"state": state_to_text(config_of(self.model).compensation())}
 
     # -- vLLM's life cycle -----------------------------------------------------------------------------------------
 

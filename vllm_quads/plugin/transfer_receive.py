@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tensors reach a worker: vLLM's own CUDA IPC and NCCL engines, whose "model" is a refit session; files; bytes."""
+"""How tensors reach a worker: vLLM's NCCL engine, whose "model" is a refit session; CUDA IPC handles; files; bytes."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,12 +31,14 @@ class Sink(Protocol):
 
 
 class Receivers:
-    """The data planes of one worker; vLLM's engines are made when first used."""
+    """The data planes of one worker; vLLM's engine is made when first used."""
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, sink: Sink) -> None:
-        self._arguments = (config, vllm_config, device, sink)
+        self._arguments = (config, vllm_config, device, self)
+        self._device = device
         self._sink = sink
-        self._engines: dict[str, Any] = {}
+        self._scalars: set[str] = set()
+        self._engine: Any = None
 
     def init(self, plane: str, info: Mapping[str, Any]) -> None:
         """Prepare a plane. NCCL: `master_address`, `master_port`, `rank_offset`, `world_size`; blocks until the trainer
@@ -44,10 +46,8 @@ class Receivers:
         if plane not in ("inline", "disk", "ipc", "nccl"):
             raise RefitError(f"plane: is {plane!r}, expected 'inline', 'disk', 'ipc' or 'nccl'")
         if plane == "nccl":
-            engine = self._engines.pop("nccl", None)
-            if engine is not None:
-                engine.shutdown()
-            self._engine("nccl").init_transfer_engine(compat.init_info(self._engine("nccl"), info))
+            self.close()
+            self._nccl().init_transfer_engine(compat.init_info(self._nccl(), info))
 
     def receive(self, plane: str, arguments: dict[str, Any]) -> None:
         """Hand the tensors of one message to the sink."""
@@ -56,28 +56,29 @@ class Receivers:
             self._sink.load_weights(list(load(base64.b64decode(data) if isinstance(data, str) else data).items()))
         elif plane == "disk":
             self._sink.load_weights(list(_read(Path(arguments["file"])).items()))
-        elif plane in ("ipc", "nccl"):
-            engine = self._engine(plane)
-            if plane == "ipc":
-                handles = arguments["handles"]
-                packed = isinstance(handles, Mapping)
-                # Not vLLM's pickled handles, which need VLLM_ALLOW_INSECURE_SERIALIZATION=1.
-                arguments["ipc_handles"] = _decode_each(handles) if packed else [_decode_each(h) for h in handles]
-                compat.set_ipc_packed(engine, packed)
-                arguments["packed"] = packed
-            engine.receive_weights(compat.update_info(engine, arguments))
+        elif plane == "ipc":
+            self._scalars = set(arguments.get("scalars", ()))
+            self.load_weights(_opened(arguments, self._device))
+        elif plane == "nccl":
+            self._scalars = set(arguments.get("scalars", ()))
+            self._nccl().receive_weights(compat.update_info(self._nccl(), arguments))
         else:
             raise RefitError(f"plane: is {plane!r}, expected 'inline', 'disk', 'ipc' or 'nccl'")
 
-    def _engine(self, plane: str) -> Any:
-        if plane not in self._engines:
-            self._engines[plane] = compat.transfer_engine_class(plane)(*self._arguments)
-        return self._engines[plane]
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """What vLLM's receiving engine calls. Scalars travel as vectors, because vLLM 0.26 cannot unpack them."""
+        self._sink.load_weights([(n, t.reshape(()) if n in self._scalars else t) for n, t in weights])
+
+    def _nccl(self) -> Any:
+        if self._engine is None:
+            self._engine = compat.nccl_engine_class()(*self._arguments)
+        return self._engine
 
     def close(self) -> None:
-        """Release communicators and imported memory."""
-        while self._engines:
-            self._engines.popitem()[1].shutdown()
+        """Leave the communicator."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.shutdown()
 
 
 def _read(file: Path) -> dict[str, Tensor]:
@@ -87,6 +88,36 @@ def _read(file: Path) -> dict[str, Tensor]:
         raise RefitError(
             f"{file}: cannot be read by the engine ({e}); the trainer's `directory` has to be one that both sides see"
         ) from e
+
+
+def _opened(arguments: Mapping[str, Any], device: torch.device) -> list[tuple[str, Tensor]]:
+    """Views of the trainer's memory, or copies of what lay in one shared buffer.
+
+    With handles in JSON instead of vLLM's pickled ones, which need VLLM_ALLOW_INSECURE_SERIALIZATION=1; and without
+    vLLM's IPC engine, which cannot be imported without Ray in 0.26.
+    """
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+    from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_consumer
+
+    handles, names = arguments["handles"], arguments["names"]
+    if isinstance(handles, Mapping):
+        return packed_ipc_consumer(
+            ipc_handle={gpu: decode_handle(data) for gpu, data in handles.items()},
+            names=names,
+            shapes=arguments["shapes"],
+            dtype_names=arguments["dtype_names"],
+            tensor_sizes=arguments["tensor_sizes"],
+            device_index=device.index,
+        )
+    gpu = str(torch.cuda.get_device_properties(device.index).uuid)
+    opened = []
+    for name, handle in zip(names, handles, strict=True):
+        if gpu not in handle:
+            raise RefitError(f"{name}: came without a handle for GPU {gpu}, only for {sorted(handle)}")
+        args = list(decode_handle(handle[gpu]))
+        args[6] = device.index  # numbered as in the trainer's process
+        opened.append((name, rebuild_cuda_tensor(*args)))
+    return opened
 
 
 def encode_handle(tensor: Tensor) -> list[Any]:
@@ -102,16 +133,12 @@ def encode_handle(tensor: Tensor) -> list[Any]:
 
 
 def decode_handle(data: Sequence[Any]) -> tuple[Any, ...]:
-    """Arguments of torch's `rebuild_cuda_tensor`, as vLLM's IPC engine expects them."""
+    """Arguments of torch's `rebuild_cuda_tensor`."""
     size, stride, offset, dtype, device, handle, nbytes, start, counter, counter_offset, event, sync = data
     return (
         Tensor, torch.Size(size), tuple(stride), offset, torch.storage.TypedStorage, getattr(torch, dtype), device,
         _bytes(handle), nbytes, start, False, _bytes(counter), counter_offset, _bytes(event), sync,
     )  # fmt: skip
-
-
-def _decode_each(handles: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
-    return {gpu: decode_handle(data) for gpu, data in handles.items()}
 
 
 def _hex(data: bytes | None) -> str | None:

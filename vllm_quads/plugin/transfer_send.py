@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's side of vLLM's CUDA IPC and NCCL transports, as data planes of `vllm_quads.refit.remote`."""
+"""The trainer's side of CUDA IPC and of vLLM's NCCL transport, as data planes of `vllm_quads.refit.remote`."""
 
 from __future__ import annotations
 
@@ -163,7 +163,8 @@ def _metadata(tensors: list[tuple[str, Tensor]]) -> dict[str, Any]:
     return {
         "names": [n for n, _ in tensors],
         "dtype_names": [str(t.dtype).removeprefix("torch.") for _, t in tensors],
-        "shapes": [list(t.shape) for _, t in tensors],
+        "shapes": [list(t.shape) or [1] for _, t in tensors],
+        "scalars": [n for n, t in tensors if t.dim() == 0],
     }
 
 

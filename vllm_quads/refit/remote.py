@@ -18,17 +18,21 @@ rest to the next call. They remember what went wrong, and answer when asked (`we
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from vllm_quads.compensation import STATE_FILE, CompensationState
 from vllm_quads.nvfp4 import Contract, QuantizedSet, RefitError
 from vllm_quads.refit.manifest import Manifest
 from vllm_quads.refit.report import RefitReport, RefitStatus
@@ -169,11 +173,19 @@ class RemoteEngine:
             raise RefitError(f"{self._control.label}: its workers serve policy versions {sorted(versions)}; restart it")
         return merged
 
+    def compensation(self) -> CompensationState:
+        """Channel sets, centring vectors and sensitivities that are serving. Raises RefitError for a sharded engine."""
+        return state_from_text(self._ask("compensation")[0]["state"])
+
+    def collect_statistics(self, on: bool = True) -> None:
+        """Start or stop gathering error statistics, from which every later push chooses compensation anew."""
+        self._ask("collect_statistics", on)
+
     def _describe(self) -> Manifest:
         return Manifest.from_json(self._ask("describe")[0]["manifest"])
 
-    def _ask(self, question: str) -> list[dict[str, Any]]:
-        answers = self._control.rpc(WORKER, question)
+    def _ask(self, question: str, *arguments: Any) -> list[dict[str, Any]]:
+        answers = self._control.rpc(WORKER, question, *arguments)
         for rank, answer in enumerate(answers):
             if not isinstance(answer, Mapping) or "protocol" not in answer:
                 raise RefitError(
@@ -371,6 +383,23 @@ class RemoteEngine:
     def close(self) -> None:
         """Give the data plane's resources back."""
         self._plane.close()
+
+
+def state_to_text(state: CompensationState) -> str:
+    """Compensation state as text that any message can carry."""
+    with tempfile.TemporaryDirectory() as directory:
+        return base64.b64encode(state.save(Path(directory)).read_bytes()).decode()
+
+
+def state_from_text(text: str) -> CompensationState:
+    """Inverse of `state_to_text`."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / STATE_FILE
+        file.parent.mkdir(parents=True)
+        file.write_bytes(base64.b64decode(text))
+        state = CompensationState.load(Path(directory))
+    assert state is not None
+    return state
 
 
 def _buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
