@@ -44,6 +44,7 @@ WEIGHTS = {"dummy": "vLLM's dummy loader", "random": "N(0, 0.02²), generated wh
 UTILIZATION = 0.9
 _BESIDE_GIB = 6.0
 """Room for activations, CUDA graphs, and what loading needs for a while, of each engine."""
+INTERRUPTED = "the rest"
 WORKER = ("-m", "vllm_quads.bench.serve_worker")
 Progress = Callable[[int, int, str], None]
 
@@ -117,8 +118,13 @@ def run_serve(options: ServeOptions | None = None, progress: Progress = lambda *
     environment.require(hopper=quads)
     run = _Run(options, progress)
     with tempfile.TemporaryDirectory() as directory:
-        for i, group in enumerate(_groups(options)):
-            run.measure(group, Path(directory), count_experts=options.count_experts and i == 0)
+        try:
+            for i, group in enumerate(_groups(options)):
+                run.measure(group, Path(directory), count_experts=options.count_experts and i == 0)
+        except KeyboardInterrupt:  # what took minutes to measure must not be lost
+            if not any(run.seconds.values()):
+                raise
+            run.missing[INTERRUPTED] = "interrupted"
     return run.result()
 
 

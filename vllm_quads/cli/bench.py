@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vllm_quads.cli.run import EXIT_CODES, Json, print_json, progress, reporting, stdout_to_stderr
+from vllm_quads.cli.run import INTERRUPTED as EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
     from vllm_quads.bench.result import Result
@@ -156,7 +157,7 @@ def serve(
     """
     with reporting(as_json):
         with stdout_to_stderr(), progress("serve") as update:
-            from vllm_quads.bench.serve import ServeOptions, run_serve
+            from vllm_quads.bench.serve import INTERRUPTED, ServeOptions, run_serve
 
             options = ServeOptions(
                 engines=tuple(part.strip() for part in engines.split(",") if part.strip()),
@@ -176,6 +177,8 @@ def serve(
             results = [run_serve(options, update)]
             _save(results, out)
         _report(results, out, as_json)
+        if INTERRUPTED in results[0].missing:
+            raise typer.Exit(EXIT_INTERRUPTED)
 
 
 @app.command(epilog=EXIT_CODES)
