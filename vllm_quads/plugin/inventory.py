@@ -13,6 +13,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from vllm_quads.nvfp4 import BLOCK_SIZE, RefitError, canonical_name, expand, unit_of
 from vllm_quads.nvfp4.names import is_expert_stack
+from vllm_quads.plugin import compat
 from vllm_quads.plugin.config import QuadsConfig, expert_shapes
 from vllm_quads.plugin.linear import full_rows
 from vllm_quads.plugin.loading import FLOATS, Role
@@ -104,6 +105,8 @@ class Inventory:
             own = getattr(module, "quads", None)
             for leaf, param in module.named_parameters(recurse=False):
                 if id(param) in seen or (isinstance(own, LayerRuntime) and leaf != "bias"):
+                    continue
+                if leaf in compat.ABSORBED and hasattr(module, "kv_b_proj"):
                     continue
                 seen.add(id(param))
                 tensors = _plain(name, module, leaf, tuple(param.shape))

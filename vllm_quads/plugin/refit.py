@@ -183,6 +183,8 @@ class RefitSession:
             self.counters.refused += 1
             self._tell("refused", "manifest")
             raise
+        for runtime in self._config.runtimes.values():
+            runtime.hand_over()  # from here on weights do not move
         waiting: dict[str, int] = {}
         for slot in plan.slots.values():
             waiting[slot.unit.name] = waiting.get(slot.unit.name, 0) + 1
@@ -392,19 +394,19 @@ class RefitSession:
             if unit.key not in refit.loaders:
                 refit.loaders[unit.key] = loader.remember()
             if refit.undo is not None:
-                for i, parameter in enumerate(unit.parameters()):
-                    refit.undo.save(f"{unit.name}.{i}", parameter)
+                for i, storage in enumerate(unit.storages()):
+                    refit.undo.save(f"{unit.name}.{i}", storage)
         if amax is None:
             refit.kinds.add("packed")
             with timer.phase("install"):
-                unit.write_packed(arrivals.fields)
+                shards = unit.write_packed(arrivals.fields)
         else:
             refit.kinds.add("bf16")
             with timer.phase("quantize"):
-                unit.write_quantized(arrivals.fields, amax)
+                shards = unit.write_quantized(arrivals.fields, amax)
         unit.write_input_scales(arrivals.fields, arrivals.input_scales)
         with timer.phase("verify"):
-            refit.digests[unit.name] = unit.digest()
+            refit.digests[unit.name] = unit.digest(shards)
         refit.units_left[unit.key] -= 1
         if refit.units_left[unit.key] == 0:
             loader.replaced()
@@ -444,6 +446,7 @@ class RefitSession:
             missing = next(n for n in refit.manifest.tensors if n in refit.outstanding)
             raise RefitError(f"{missing}: was promised by the manifest but never sent")
         _raise_first(refit)
+        self._absorb()
         sensitivities = dict(refit.manifest.compensation)
         gathered = any(runtime.statistics for runtime in self._config.runtimes.values())
         if not gathered and not sensitivities:
@@ -453,6 +456,12 @@ class RefitSession:
             refresh_compensation(self._config, sensitivities)
             if sensitivities:
                 self._config.sensitivities = sensitivities
+
+    def _absorb(self) -> None:
+        """Weights that vLLM derives from others follow them."""
+        model = self._model()
+        if model is not None:
+            compat.absorb_latent_attention(model)
 
     @staticmethod
     def _compare(manifest: Manifest, own: Mapping[str, int], theirs: Mapping[str, int] | None) -> None:
@@ -568,6 +577,7 @@ class RefitSession:
             config.set_compensation(refit.compensation)
         for runtime in config.runtimes.values():
             runtime.settle_for_graphs()
+        self._absorb()
         if refit.partial:
             raise RefitError(f"{refit.partial[0]} held half-loaded weights before")
         now = self._digests()
