@@ -147,7 +147,7 @@ def fake_quantize_stack(
     _check_amax(amax, weight)
     if out is None:
         out = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    _check_out(out, weight.shape, weight.dtype, "output")
+    _check_out(out, weight.shape, weight.dtype, "output", gaps=True)
     triton = _triton(weight)
     if triton is None:
         out.copy_(quantize_weight(weight, amax=amax).dequantize())
@@ -165,7 +165,7 @@ def dequantize_stack(
     shape = (*packed.codes.shape[:-1], 2 * packed.codes.shape[-1])
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=packed.codes.device)
-    _check_out(out, shape, out.dtype, "output")
+    _check_out(out, shape, out.dtype, "output", gaps=True)
     triton = _triton(packed.codes)
     if triton is None or out.dtype not in _DTYPES:
         out.copy_(packed.packed().dequantize(out.dtype))
@@ -425,17 +425,21 @@ def _check_amax(amax: Tensor, weight: Tensor) -> None:
         )
 
 
-def _check_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype, what: str) -> None:
-    if out.shape != torch.Size(shape) or out.dtype != dtype or (out.dim() and out.stride(-1) != 1):
+def _check_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype, what: str, *, gaps: bool = False) -> None:
+    """gaps: rows and matrices may lie apart."""
+    fits = out.stride(-1) == 1 if gaps and out.dim() else out.is_contiguous()
+    if out.shape != torch.Size(shape) or out.dtype != dtype or not fits:
+        layout = "without gaps along its last dimension" if gaps else "contiguous"
         raise FormatError(
-            f"{what} is {out.dtype} {tuple(out.shape)}, expected {dtype} {tuple(shape)} without gaps along its last one"
+            f"{what} is {out.dtype} {tuple(out.shape)} with strides {out.stride()}, expected {dtype} {tuple(shape)}, "
+            f"{layout}"
         )
 
 
 def _check_packed_out(out: QuantizedStack, weight: Tensor) -> None:
     *lead, n, k = weight.shape
-    _check_out(out.codes, (*lead, n, k // 2), torch.uint8, "codes")
-    _check_out(out.block_scales, (*lead, n, k // BLOCK_SIZE), torch.float8_e4m3fn, "block scales")
+    _check_out(out.codes, (*lead, n, k // 2), torch.uint8, "codes", gaps=True)
+    _check_out(out.block_scales, (*lead, n, k // BLOCK_SIZE), torch.float8_e4m3fn, "block scales", gaps=True)
     _check_out(out.decode_scale, lead, torch.float32, "decode scales")
 
 
