@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refits between two GPUs of one machine: seconds, bytes, and proof that both sides hold the same weights.
 
-    python benchmarks/refit_two_gpus.py nccl       # trainer on GPU 0, `vllm serve` on GPU 1, tensors by NCCL
+    python benchmarks/refit_two_gpus.py nccl       # trainer on GPU 0, server on GPU 1, tensors by NCCL
     python benchmarks/refit_two_gpus.py ipc        # trainer on GPU 0, tensor-parallel server on both, CUDA IPC
-    torchrun --nproc-per-node 2 benchmarks/refit_two_gpus.py fsdp      # FSDP2 trainer and server on both
+    torchrun --nproc-per-node 2 benchmarks/refit_two_gpus.py nccl ipc     # the second with an FSDP2 trainer on both
 
 The model has the layer shapes of Qwen3-30B-A3B with random weights and fewer layers (`--layers`). The server starts
 with dummy weights. Policies A, B and A again are pushed, packed and as BF16; the trainer's fingerprint is over whole
@@ -21,8 +21,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +88,17 @@ def step(model: Any) -> None:
         weight.mul_(1 + 0.3 * torch.rand_like(weight))
 
 
+def say(*words: Any) -> None:
+    """A line of progress with the time since the start."""
+    print(f"{time.perf_counter() - BEGIN:6.1f} s", *words, file=sys.stderr, flush=True)
+
+
+BEGIN = time.perf_counter()
+
+
 @contextmanager
-def serve(directory: Path, devices: str, options: list[str]) -> Iterator[str]:
-    """A server with dummy weights on the given GPUs."""
+def serve(directory: Path, name: str, devices: str, options: list[str]) -> Iterator[Callable[[], str]]:
+    """A server with dummy weights on the given GPUs; what is yielded waits for it and returns its address."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -98,26 +106,30 @@ def serve(directory: Path, devices: str, options: list[str]) -> Iterator[str]:
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory),
         "--quantization", "quads",
         "--load-format", "dummy", "--max-model-len", "1024", "--max-num-seqs", "16",
-        "--gpu-memory-utilization", "0.35", "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m",
+        "--gpu-memory-utilization", "0.25", "--max-num-batched-tokens", "1024",
+        "--num-gpu-blocks-override", "256", "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m",
         "--enforce-eager", *options,
     ]  # fmt: skip
     env = os.environ | {"CUDA_VISIBLE_DEVICES": devices, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)  # torchrun's, which belong to the trainer
-    log = directory / "server.log"
+    log = directory / f"{name}.log"
     with log.open("w") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
-        try:
+
+        def ready() -> str:
             deadline = time.monotonic() + 300
             while True:
                 try:
                     urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
-                    break
+                    return f"http://127.0.0.1:{port}"
                 except OSError:
                     if process.poll() is not None or time.monotonic() > deadline:
-                        raise RuntimeError(f"the server did not start:\n{log.read_text()[-4000:]}") from None
-                    time.sleep(0.5)
-            yield f"http://127.0.0.1:{port}"
+                        raise RuntimeError(f"the server did not start, see {log.name}") from None
+                    time.sleep(0.3)
+
+        try:
+            yield ready
         finally:
             process.terminate()
             process.wait(30)
@@ -176,45 +188,75 @@ def measure(model: Any, url: str | None, data: str) -> dict[str, Any]:
     return result
 
 
+def prepare(directory: Path, layers: int) -> None:
+    """What a server with dummy weights needs: config and tokenizer."""
+    config(layers).save_pretrained(directory)
+    data = json.loads((directory / "config.json").read_text()) | {"architectures": ["Qwen3MoeForCausalLM"]}
+    (directory / "config.json").write_text(json.dumps(data))
+    save_tokenizer(directory)
+
+
+PARALLEL = ["--tensor-parallel-size", "2", "--enable-expert-parallel", "--disable-custom-all-reduce"]
+
+
+def lead(cases: list[str], layers: int, sharded: bool) -> dict[str, Any]:
+    """Rank 0: start all servers at once, then run the cases one after another."""
+    results: dict[str, Any] = {}
+    device = torch.device("cuda", 0)
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+        directory = Path(temporary)
+        prepare(directory, layers)
+        starting = {
+            case: stack.enter_context(
+                serve(directory, case, "1" if case == "nccl" else "0,1", PARALLEL * (case == "ipc"))
+            )
+            for case in cases
+        }
+        try:
+            if "nccl" in cases:
+                model = build(layers, device, shard=False)
+                say("model built")
+                url = starting["nccl"]()
+                say("server on GPU 1 ready")
+                results["nccl"] = measure(model, url, "nccl")
+                say("nccl", json.dumps(results["nccl"]))
+                del model
+            if "ipc" in cases:
+                if sharded:
+                    dist.init_process_group("nccl", device_id=device)
+                model = build(layers, device, shard=sharded)
+                url = starting["ipc"]()
+                say("server on both GPUs ready")
+                results["ipc, FSDP2" if sharded else "ipc"] = measure(model, url, "ipc")
+                say("ipc", json.dumps(results))
+        except BaseException:
+            for log in directory.glob("*.log"):
+                print(f"--- {log.name}", log.read_text()[-4000:], file=sys.stderr)
+            raise
+    return results
+
+
 def main() -> None:
-    """Run one of the three cases and print its results as JSON."""
+    """Run the cases and print their results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=("nccl", "ipc", "fsdp"))
+    parser.add_argument("cases", nargs="+", choices=("nccl", "ipc"))
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    shard = arguments.case == "fsdp"
+    rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if torch.cuda.device_count() < 2:
         sys.exit(f"needs two GPUs, sees {torch.cuda.device_count()}")
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    if shard:
-        dist.init_process_group("nccl", device_id=device)
-    model = build(arguments.layers, device, shard)
-    parallel = ["--tensor-parallel-size", "2", "--enable-expert-parallel", "--disable-custom-all-reduce"]
     if rank == 0:
-        with tempfile.TemporaryDirectory() as temporary:
-            directory = Path(temporary)
-            config(arguments.layers).save_pretrained(directory)
-            data = json.loads((directory / "config.json").read_text()) | {"architectures": ["Qwen3MoeForCausalLM"]}
-            (directory / "config.json").write_text(json.dumps(data))
-            save_tokenizer(directory)
-            one = arguments.case == "nccl"
-            try:
-                with serve(directory, "1" if one else "0,1", [] if one else parallel) as url:
-                    result = measure(model, url, "nccl" if one else "ipc")
-            except BaseException:
-                log = directory / "server.log"
-                print(log.read_text()[-4000:] if log.exists() else "", file=sys.stderr)
-                raise
-        text = json.dumps({arguments.case: result}, indent=1)
+        text = json.dumps(lead(arguments.cases, arguments.layers, ranks > 1), indent=1)
         print(text)
         if arguments.json is not None:
             arguments.json.write_text(text)
-    else:
-        measure(model, None, "ipc")
-    if shard:
+    elif "ipc" in arguments.cases:
+        dist.init_process_group("nccl", device_id=device)  # waits for the first rank
+        measure(build(arguments.layers, device, shard=True), None, "ipc")
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 

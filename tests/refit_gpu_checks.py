@@ -26,14 +26,22 @@ from vllm_quads.refit import HttpEngine, as_engine
 PROMPTS = [list(range(3, 40)), [5, 9, 200], [17], list(range(100, 121))]
 
 
+def say(*words: Any) -> None:
+    """A line of progress with the time since the start: what a killed run has reached."""
+    print(f"{time.perf_counter() - BEGIN:6.1f} s", *words, flush=True)
+
+
+BEGIN = time.perf_counter()
+
+
 def checkpoint(path: Path) -> Path:
-    """A random Qwen3-MoE that the fused kernels take: hidden 256, 8 experts of 256, top-2, 4 layers."""
+    """A random Qwen3-MoE that the fused kernels take: hidden 256, 8 experts of 256, top-2, 2 layers."""
     import transformers
 
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
         num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256, intermediate_size=256, hidden_size=256,
-        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=256,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=256,
         decoder_sparse_step=1, mlp_only_layers=[], tie_word_embeddings=False, max_position_embeddings=512,
         initializer_range=0.2, dtype=torch.bfloat16,
     )  # fmt: skip
@@ -55,10 +63,13 @@ def colocated(path: Path) -> dict[str, Any]:
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8]}
     }
     start = time.perf_counter()
+    say("trainer ready")
     engine = Background(
-        source, enforce_eager=False, enable_sleep_mode=True, gpu_memory_utilization=0.3, **graphs
+        source, enforce_eager=False, enable_sleep_mode=True, gpu_memory_utilization=0.3,
+        max_num_batched_tokens=256, **graphs
     )  # fmt: skip
     facts["start"] = time.perf_counter() - start
+    say("engine ready")
     try:
         sync = RolloutSync(model, engine.llm)
         rollout: Any = as_engine(engine.llm)
@@ -66,14 +77,17 @@ def colocated(path: Path) -> dict[str, Any]:
         assert engine.scores(PROMPTS) == fresh, "the engine does not repeat itself"
         assert rollout.fingerprint() == sync.payload.fingerprint()
 
+        say("log-probs repeat, fingerprints agree")
         train(model, 1)
         report = sync.push()
         facts["packed"] = dict(report.seconds)
+        say("packed push", facts["packed"])
         changed = engine.scores(PROMPTS)
         assert changed != fresh
         facts["bf16"] = dict(sync.push(packed=False).seconds)
         assert engine.scores(PROMPTS) == changed, "a BF16 push differs from a packed one"
 
+        say("BF16 push", facts["bf16"])
         rollout.sleep(1)
         facts["free while asleep"] = torch.cuda.mem_get_info()[0] / 2**30
         rollout.wake_up()
@@ -83,6 +97,7 @@ def colocated(path: Path) -> dict[str, Any]:
         sync.push()
         assert engine.scores(PROMPTS) == fresh, "a refit after sleep level 1 differs from a fresh load"
 
+        say("sleep level 1")
         rollout.sleep(2)
         rollout.wake_up()
         assert rollout.status().state.value == "refusing", rollout.status()
@@ -94,6 +109,7 @@ def colocated(path: Path) -> dict[str, Any]:
         assert rollout.status().state.value == "serving"
         assert rollout.fingerprint() == sync.payload.fingerprint()
         assert engine.scores(PROMPTS) == fresh, "a refit after sleep level 2 differs from a fresh load"
+        say("sleep level 2", facts["after level 2"])
 
         rollout.sleep(2)
         rollout.wake_up()
@@ -134,23 +150,6 @@ def served(path: Path) -> dict[str, Any]:
         sync.push()
         assert [complete(url, p) for p in PROMPTS] == before, "a refit after sleep level 2 differs"
         facts["metrics"] = [line for line in get(f"{url}/metrics").splitlines() if line.startswith("quads_policy")]
-    return facts
-
-
-def two_gpus(path: Path) -> dict[str, Any]:
-    """Trainer on the first GPU. NCCL to a server on the second; CUDA IPC to a server on both (tensor parallel), whose
-    log-probs after a push equal its own load's, and whose fingerprint is that of one GPU."""
-    facts: dict[str, Any] = {}
-    source = checkpoint(path)
-    options = ("--gpu-memory-utilization", "0.3", "--enforce-eager")
-    model = trainer(source, device="cuda:0")
-    environment = {"VLLM_SERVER_DEV_MODE": "1"}
-    with serving(source, path / "log1", *options, CUDA_VISIBLE_DEVICES="1", **environment) as url:
-        facts["nccl"] = _pushes(url, model, "nccl", path)
-    model = trainer(source, device="cuda:0")
-    parallel = (*options, "--tensor-parallel-size", "2", "--enable-expert-parallel", "--disable-custom-all-reduce")
-    with serving(source, path / "log2", *parallel, CUDA_VISIBLE_DEVICES="0,1", **environment) as url:
-        facts["tensor parallel"] = _pushes(url, model, "ipc", path)
     return facts
 
 
