@@ -134,12 +134,11 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Layout& l,
   operand += (lane & 7) * l.operand_stride + (lane >> 3) * 16 + kg * 128;
 
   int channel[2];
-  const int expert = p.bias != nullptr ? expert_of(p, segment) : 0;
-  ChannelMeta<EPILOGUE> rows[2];  // fetched here, used after the main loop
+  float2 bias[2];  // fetched here, used after the main loop
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     channel[i] = channel_of<EPILOGUE>(first_tile + tile, (rg & 1) * 2 + i, lane >> 2);
-    rows[i] = ChannelMeta<EPILOGUE>(p, expert, channel[i]);
+    bias[i] = load_bias<EPILOGUE>(p, p.bias, p.segments == nullptr ? 0 : p.segments[3 * segment], channel[i]);
   }
 
   float acc[2][NT][4];
@@ -200,14 +199,14 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Layout& l,
       for (int i = 0; i < 4; ++i) sum[i] += part[i];
     }
     if (channel[brick] >= p.channels) continue;
-    const float2 alpha = rows[brick].alpha(meta.segment);
+    const float2 alpha = channel_alpha<EPILOGUE>(p, meta.segment, channel[brick]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int index = tile8 * 8 + 2 * (lane & 3) + half;
       if (index >= meta.segment.count) continue;
       const TokenMeta t = meta.tokens[index];
       const float2 scale = make_float2(alpha.x * t.decode, alpha.y * t.decode);
-      const float2 y = finish<EPILOGUE>(sum[half], sum[half + 2], scale, rows[brick].bias, t.router);
+      const float2 y = finish<EPILOGUE>(sum[half], sum[half + 2], scale, bias[brick], t.router);
       Out* out = reinterpret_cast<Out*>(p.out) + t.row + channel[brick];
       if (EPILOGUE == kSwiGlu) {
         *out = from_float<Out>(y.x);

@@ -103,25 +103,20 @@ __device__ __forceinline__ int channel_of(int row_tile, int brick, int g) {
   return EPILOGUE == kSwiGlu ? pair * 64 + brick * 16 + 2 * g + odd : pair * 128 + brick * 32 + 4 * g + 2 * odd;
 }
 
-// Bias and scale factor of the two accumulator rows (g, g + 8) whose first output channel is c.
+// Bias of the two accumulator rows (g, g + 8) whose first output channel is c. `biases`: p.bias or null.
 template <int EPILOGUE>
-struct ChannelMeta {
-  float2 bias, factor;
-  __device__ __forceinline__ ChannelMeta() {}
-  __device__ __forceinline__ ChannelMeta(const GemmArgs& p, int expert, int c)
-      : bias(make_float2(0.0f, 0.0f)), factor(make_float2(1.0f, 1.0f)) {
-    if (c >= p.channels) return;
-    if (p.bias != nullptr) {
-      const float* b = p.bias + (int64_t)expert * p.bias_stride + c;
-      bias = make_float2(b[0], b[EPILOGUE == kSwiGlu ? p.channels : 1]);
-    }
-    if (EPILOGUE == kPlain && p.channel != nullptr) factor = make_float2(p.channel[c], p.channel[c + 1]);
-  }
-  // Factor of the accumulators that is common to all tokens.
-  __device__ __forceinline__ float2 alpha(const SegmentMeta& s) const {
-    return EPILOGUE == kSwiGlu ? s.alpha : make_float2(s.alpha.x * factor.x, s.alpha.y * factor.y);
-  }
-};
+__device__ __forceinline__ float2 load_bias(const GemmArgs& p, const float* biases, int expert, int c) {
+  if (biases == nullptr || c >= p.channels) return make_float2(0.0f, 0.0f);
+  const float* b = biases + (int64_t)expert * p.bias_stride + c;
+  return make_float2(b[0], b[EPILOGUE == kSwiGlu ? p.channels : 1]);
+}
+
+// Factor of these accumulators that is common to all tokens.
+template <int EPILOGUE>
+__device__ __forceinline__ float2 channel_alpha(const GemmArgs& p, const SegmentMeta& s, int c) {
+  if (EPILOGUE == kSwiGlu || p.channel == nullptr || c >= p.channels) return s.alpha;
+  return make_float2(s.alpha.x * p.channel[c], s.alpha.y * p.channel[c + 1]);
+}
 
 // x / (1 + exp(-x)) to about 2^-21; for x < -88 the quotient is 0.
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }

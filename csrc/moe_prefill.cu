@@ -3,9 +3,7 @@
 #include "moe_wgmma.cuh"
 
 // See launch_wgmma.
-extern "C" int quads_moe_prefill(const quads::GemmArgs* args, int epilogue, int out_dtype, int variant, int early_weights, void* stream) {
+extern "C" int quads_moe_prefill(const quads::GemmArgs* args, int epilogue, int out_dtype, int early_weights, void* stream) {
   using namespace quads;
-  cudaStream_t s = static_cast<cudaStream_t>(stream);
-  if (variant == 2) return launch_wgmma<WgmmaShape<2, 1, 2, 128>>(*args, epilogue, out_dtype, early_weights, s);
-  return launch_wgmma<WgmmaShape<4, 1, 1, 128>>(*args, epilogue, out_dtype, early_weights, s);
+  return launch_wgmma<WgmmaShape<2, 1, 2, 128>>(*args, epilogue, out_dtype, early_weights, static_cast<cudaStream_t>(stream));
 }

@@ -85,11 +85,12 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& sh
   constexpr int KG = Shape::KG, RT = Shape::RT;
   using Weights = typename Shape::Weights;
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = threadIdx.x % 32;
+  constexpr int kWidth = EPILOGUE == kSwiGlu ? 1 : 2;  // adjacent output channels of a row tile
   const int channel = channel_of<EPILOGUE>(first_tile + rg * RT, warp, lane >> 2);
-  ChannelMeta<EPILOGUE> rows[RT];  // of this thread's rows in each row tile; fetched here, used after the main loop
+  float2 bias[RT];  // of this thread's rows in each row tile; fetched here, used after the main loop
 #pragma unroll
   for (int i = 0; i < RT; ++i)
-    rows[i] = ChannelMeta<EPILOGUE>(p, meta.segment.expert, channel + (EPILOGUE == kSwiGlu ? i : 2 * i));
+    bias[i] = load_bias<EPILOGUE>(p, split == 0 ? p.bias : nullptr, meta.segment.expert, channel + i * kWidth);
   float acc[RT][N / 2];
 #pragma unroll
   for (int i = 0; i < RT; ++i)
@@ -124,7 +125,7 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& sh
 #define QUADS_MULTIPLY(KSTEP)                                                                            \
   {                                                                                                      \
     wgmma_fence();                                                                                       \
-    _Pragma("unroll") for (int i = 0; i < RT; ++i) wgmma<N>(acc[i], a[(KSTEP) & 1][i], descriptor + 2 * (KSTEP)); \
+    _Pragma("unroll") for (int i = 0; i < RT; ++i) wgmma<N>(acc[i], a[(KSTEP) & 1][i], wgmma_descriptor(tile_at, KSTEP)); \
     wgmma_commit();                                                                                      \
   }
 
@@ -135,7 +136,7 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& sh
   QUADS_DECODE(0);
   for (int it = 0; it < steps; ++it) {
     mbar_wait(bar.operand + 8 * ring.slot, ring.phase);
-    const uint64_t descriptor = wgmma_descriptor(operand + ring.slot * l.operand_bytes);
+    const uint32_t tile_at = operand + ring.slot * l.operand_bytes;
     const uint32_t empty = bar.empty + 8 * ring.slot;
     QUADS_MULTIPLY(0)
     QUADS_DECODE(1);
@@ -198,7 +199,7 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& sh
   const int count = channel < p.channels ? meta.segment.count : 0;
   float2 alpha[RT];
 #pragma unroll
-  for (int i = 0; i < RT; ++i) alpha[i] = rows[i].alpha(meta.segment);
+  for (int i = 0; i < RT; ++i) alpha[i] = channel_alpha<EPILOGUE>(p, meta.segment, channel + i * kWidth);
 #pragma unroll
   for (int j = 0; j < N / 8; ++j) {
     if (KG > 1 && kg != j % KG) continue;
@@ -206,12 +207,11 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& sh
     for (int half = 0; half < 2; ++half) {
       const int token = 8 * j + 2 * (lane & 3) + half;
       const TokenMeta t = meta.tokens[token];
-      constexpr int kWidth = EPILOGUE == kSwiGlu ? 1 : 2;  // adjacent channels of a row tile
       float v[RT * kWidth];
 #pragma unroll
       for (int i = 0; i < RT; ++i) {
         const float2 scale = make_float2(alpha[i].x * t.decode, alpha[i].y * t.decode);
-        const float2 y = finish<EPILOGUE>(acc[i][4 * j + half], acc[i][4 * j + half + 2], scale, rows[i].bias, t.router);
+        const float2 y = finish<EPILOGUE>(acc[i][4 * j + half], acc[i][4 * j + half + 2], scale, bias[i], t.router);
         v[kWidth * i] = y.x;
         if (EPILOGUE == kPlain) v[kWidth * i + kWidth - 1] = y.y;
       }
@@ -337,7 +337,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   }
 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::kConsumerRegisters));
-  const int consumer = threadIdx.x / 128 - 1, rg = consumer % Shape::RG, kg = consumer / Shape::RG;
+  const int consumer = threadIdx.x / 128 - 1, rg = consumer % Shape::RG;
+  const int kg = KG == 1 ? 0 : __shfl_sync(0xFFFFFFFFu, consumer / Shape::RG, 0);
   Ring ring;
   int meta_slot = 0;
   uint32_t meta_phase = 0;
@@ -382,8 +383,7 @@ template <typename Shape, int EPILOGUE, typename Out>
 int launch_wgmma(const GemmArgs& p, int early_weights, cudaStream_t stream) {
   const typename Shape::Layout l = Shape::layout(p.max_tokens);
   if (p.max_tokens > Shape::TOKENS || p.max_tokens % 8 != 0 || p.row_tiles % 2 != 0 || p.splits < 1 ||
-      p.kblocks % (Shape::KG * p.splits) != 0 || (EPILOGUE == kSwiGlu && p.splits != 1) || (p.splits != 1 && p.bias != nullptr) ||
-      l.stages < Shape::kMinStages)
+      p.kblocks % (Shape::KG * p.splits) != 0 || (EPILOGUE == kSwiGlu && p.splits != 1) || l.stages < Shape::kMinStages)
     return cudaErrorInvalidValue;
   constexpr auto kernel = moe_wgmma_kernel<Shape, EPILOGUE, Out>;
   cudaError_t e = allow_shared_memory<kernel>(232448);

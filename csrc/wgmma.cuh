@@ -15,13 +15,12 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 // Descriptor of a K-major tile: rows of 128 bytes, 16-byte chunk c of row r stored at chunk c ^ (r % 8), groups of 8 rows
-// 1024 bytes apart; the tile is 1024-byte aligned. Stepping 16 k adds 32 bytes to the start address.
-__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
-  uint64_t d = (address & 0x3FFFFu) >> 4;
-  d |= (uint64_t)1 << 16;     // leading offset, unused with this swizzle
-  d |= (uint64_t)64 << 32;    // 1024 bytes between groups of 8 rows
-  d |= (uint64_t)1 << 62;     // 128-byte swizzle
-  return d;
+// 1024 bytes apart; the tile is 1024-byte aligned. kstep: 16 k further each. The address should be the same in all threads as
+// far as the compiler can see: descriptors live in uniform registers.
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, int kstep) {
+  constexpr uint32_t high = 64u | 1u << 30;  // 1024 bytes between groups of 8 rows; 128-byte swizzle
+  const uint32_t low = ((address & 0x3FFFFu) >> 4 | 1u << 16) + 2 * kstep;  // leading offset 1: unused with this swizzle
+  return (uint64_t)high << 32 | low;
 }
 
 // d [N / 2 registers: 4 for every 8 tokens] += a x b.

@@ -191,7 +191,7 @@ VARIANTS = {
     "batch-k1-cap8": both(Gemm.BATCH, capacity=8),
     "batch-k2-cap48": both(Gemm.BATCH, 2, capacity=48),
     "prefill": both(Gemm.PREFILL, float32_partials=False),
-    "prefill-old": both(Gemm.PREFILL, 2),
+    "mixed-splits": Tuning(gemm1=Gemm.BATCH, gemm2=Gemm.BATCH, splits=2),
     "prefill-cap64": both(Gemm.PREFILL, capacity=64),
     "mixed": Tuning(gemm1=Gemm.DECODE, gemm2=Gemm.BATCH, capacity=16),
     "default": Tuning(),

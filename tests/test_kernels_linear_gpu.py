@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 from vllm_quads.compensation.forms import merged, quantize_with_residual
 from vllm_quads.kernels import PreparedMoE, Tuning, prepare_moe_weights, quads_moe
 from vllm_quads.kernels.linear import LinearCompensation, prepare_linear, quads_linear
-from vllm_quads.kernels.plan import Gemm, GemmChoice
+from vllm_quads.kernels.plan import Gemm, GemmChoice, LinearPlan
 from vllm_quads.nvfp4 import BlockScaleRule, FormatError, PackedTensor
 
 pytestmark = [
@@ -40,21 +40,22 @@ def row_error(got: Tensor, want: Tensor) -> float:
     return float(((got.double() - want).norm(dim=1) / want.norm(dim=1).clamp(min=1e-30)).max())
 
 
-CHOICES = [
+PLANS = [
     None,
-    (GemmChoice(Gemm.DECODE, 1), 8),
-    (GemmChoice(Gemm.DECODE, 4), 8),
-    (GemmChoice(Gemm.BATCH, 1), 64),
-    (GemmChoice(Gemm.BATCH, 2), 48),
-    (GemmChoice(Gemm.BATCH, 4), 32),
-    (GemmChoice(Gemm.PREFILL), 128),
+    LinearPlan(GemmChoice(Gemm.DECODE, 1), 8),
+    LinearPlan(GemmChoice(Gemm.DECODE, 4), 8),
+    LinearPlan(GemmChoice(Gemm.BATCH, 1), 64),
+    LinearPlan(GemmChoice(Gemm.BATCH, 2), 48, splits=2),
+    LinearPlan(GemmChoice(Gemm.BATCH, 4), 32),
+    LinearPlan(GemmChoice(Gemm.PREFILL), 128),
+    LinearPlan(GemmChoice(Gemm.PREFILL), 64, splits=4),
 ]
 
 
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("m", [1, 7, 64, 333])
 @pytest.mark.parametrize(("n", "k"), [(96, 2048), (1152, 576), (2048, 768)])
-def test_linear_matches_fp64(n: int, k: int, m: int, choice: tuple[GemmChoice, int] | None) -> None:
+def test_linear_matches_fp64(n: int, k: int, m: int, plan: LinearPlan | None) -> None:
     """Every kernel matches FP64 on the same operands to output rounding: centring, bias, masks, scales per channel."""
     w = weight(n, k)
     channel = w.decode_scale * torch.linspace(0.5, 2.0, n, device="cuda")
@@ -73,7 +74,7 @@ def test_linear_matches_fp64(n: int, k: int, m: int, choice: tuple[GemmChoice, i
     assert c.bias is not None
     matrix = w.scaled().double() * channel[:, None].double()
     for four, g in ((False, None), (True, torch.tensor(20.0, device="cuda"))):
-        got = quads_linear(x, prepared, compensation=c, four_over_six=four, g=g, choice=choice)
+        got = quads_linear(x, prepared, compensation=c, four_over_six=four, g=g, plan=plan)
         rule = BlockScaleRule.FOUR_OVER_SIX if four else BlockScaleRule.MAX_TO_SIX
         q = quantize_with_residual(x.cpu(), rule=rule, center=c.center.cpu(), g=None if g is None else g.cpu())
         operand = merged(q, (c.mask | c.full[:, None]).cpu()).double() * q.main.decode_scale.expand(m, 1).double()
@@ -81,8 +82,8 @@ def test_linear_matches_fp64(n: int, k: int, m: int, choice: tuple[GemmChoice, i
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("choice", CHOICES)
-def test_w4a16_linear_matches_fp64(choice: tuple[GemmChoice, int] | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("plan", PLANS)
+def test_w4a16_linear_matches_fp64(plan: LinearPlan | None, dtype: torch.dtype) -> None:
     """Unquantized activations lose nothing before the GEMM, rows of 1e-30 and 1e30 included; NaN and infinity show."""
     w = weight(320, 1024)
     prepared = prepare_linear(w.codes, w.block_scales, w.decode_scale)
@@ -90,12 +91,12 @@ def test_w4a16_linear_matches_fp64(choice: tuple[GemmChoice, int] | None, dtype:
     if dtype is torch.bfloat16:
         x[3], x[4] = x[3] * 1e-30, x[4] * 1e27
     x[5] = 0
-    got = quads_linear(x, prepared, quantized=False, choice=choice)
+    got = quads_linear(x, prepared, quantized=False, plan=plan)
     want = x.double() @ (w.scaled().double() * w.decode_scale.double()).T
     assert row_error(got, want) < (4e-3 if dtype is torch.bfloat16 else 6e-4)
     assert bool((got[5] == 0).all())
     x[7, 100], x[8, 1023] = float("nan"), float("inf")
-    got = quads_linear(x, prepared, quantized=False, choice=choice)
+    got = quads_linear(x, prepared, quantized=False, plan=plan)
     assert bool(torch.isnan(got[7]).all())
     assert not bool(torch.isfinite(got[8]).any())
     assert row_error(got[:7], want[:7]) < (4e-3 if dtype is torch.bfloat16 else 6e-4)
@@ -106,10 +107,10 @@ def test_linear_does_not_depend_on_its_batch_and_replays() -> None:
     w, other = weight(256, 512, 1), weight(256, 512, 2)
     prepared = prepare_linear(w.codes, w.block_scales, w.decode_scale)
     x = activations(50, 512)
-    for choice in CHOICES[1:]:
-        whole = quads_linear(x, prepared, choice=choice)
-        assert torch.equal(whole, quads_linear(x, prepared, choice=choice))
-        assert torch.equal(whole[17:18], quads_linear(x[17:18], prepared, choice=choice))
+    for plan in PLANS[1:]:
+        whole = quads_linear(x, prepared, plan=plan)
+        assert torch.equal(whole, quads_linear(x, prepared, plan=plan))
+        assert torch.equal(whole[17:18], quads_linear(x[17:18], prepared, plan=plan))
     assert quads_linear(x[:0], prepared).shape == (0, 256)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

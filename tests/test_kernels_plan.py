@@ -47,9 +47,10 @@ def test_every_plan_fits(name: str) -> None:
             }[choice.gemm]
             assert 8 <= plan.capacity <= most
         for n, k in ((2 * inter, hidden), (hidden, inter)):
-            choice, capacity = plan_linear(LinearShape(tokens, n, k), LIMITS)
-            assert capacity % 8 == 0
-            assert 8 <= capacity <= 128
+            linear = plan_linear(LinearShape(tokens, n, k), LIMITS)
+            assert linear.capacity % 8 == 0
+            assert 8 <= linear.capacity <= 128
+            assert -(-k // 256) * 4 % (linear.kernel.k_groups * linear.splits) == 0
 
 
 def test_plans_follow_the_number_of_tokens() -> None:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from vllm_quads.kernels import _native
 from vllm_quads.kernels._native import GemmArgs
-from vllm_quads.kernels.launch import DTYPES, PLAIN, Operand, cast_rows, device_limits, launch_gemm
+from vllm_quads.kernels.launch import DTYPES, PLAIN, Operand, cast_rows, device_limits, launch_gemm, sum_rows
 from vllm_quads.kernels.layout import K_BLOCK, ROW_TILE, arrange_into, arranged_shape, padded_k, padded_rows
-from vllm_quads.kernels.plan import GemmChoice, LinearShape, plan_linear
+from vllm_quads.kernels.plan import LinearPlan, LinearShape, plan_linear
 from vllm_quads.kernels.statistics import Gathering, launch_statistics, site_args
 from vllm_quads.nvfp4.errors import FormatError
 
@@ -92,7 +92,7 @@ def quads_linear(
     quantized: bool = True,
     statistics: Gathering | None = None,
     out: Tensor | None = None,
-    choice: tuple[GemmChoice, int] | None = None,
+    plan: LinearPlan | None = None,
 ) -> Tensor:
     """y [M, N] = W @ x for x [M, K], in x's dtype (bfloat16 or float16, contiguous rows).
 
@@ -121,7 +121,10 @@ def quads_linear(
         how.quantize(x, operand, decode, four_over_six)
     else:
         cast_rows(x, operand, decode)
-    kernel, capacity = choice or plan_linear(LinearShape(tokens, prepared.rows, prepared.k), device_limits())
+    plan = plan or plan_linear(LinearShape(tokens, prepared.rows, prepared.k), device_limits())
+    y = out
+    if plan.splits > 1:
+        y = torch.empty(tokens * plan.splits, prepared.rows, dtype=torch.float32, device=x.device)
     gemm = GemmArgs(
         weights=prepared.weight.data_ptr(),
         operand=operand.data_ptr(),
@@ -129,20 +132,22 @@ def quads_linear(
         alpha=prepared.ones.data_ptr(),
         bias=_native.pointer(c.bias),
         channel=prepared.decode.data_ptr(),
-        out=out.data_ptr(),
+        out=y.data_ptr(),
         kblocks=kp // K_BLOCK,
         row_tiles=padded_rows(prepared.rows) // ROW_TILE,
         ldb=kp,
         row_divisor=1,
         channels=prepared.rows,
-        ldo=out.stride(0),
+        ldo=y.stride(0),
         bias_stride=prepared.rows,
-        max_tokens=capacity,
+        max_tokens=plan.capacity,
         rows=tokens,
-        splits=1,
+        splits=plan.splits,
     )
     # weights are constant: the GEMM may start to stream them while the operand is made
-    launch_gemm(gemm, PLAIN, DTYPES[x.dtype], kernel, True)
+    launch_gemm(gemm, PLAIN, DTYPES[y.dtype], plan.kernel, True)
+    if plan.splits > 1:
+        sum_rows(y, None, out, 1, plan.splits)
     if statistics is not None and quantized:
         site = site_args(x, statistics.w13, center=c.center, g=g)
         launch_statistics(statistics, (site,), x.dtype, four_over_six, decode if g is None else None)

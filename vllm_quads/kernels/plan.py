@@ -13,6 +13,7 @@ Both GEMMs of a layer share one list of segments (an expert's tokens, cut into e
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ def plan_layer(
             choice = GemmChoice(gemm, groups or _k_groups(shape, limits, n))
             most = limits.batch_capacity(choice.k_groups)
         else:
-            choice, most = GemmChoice(gemm, groups or 1), PREFILL_CAPACITY
+            choice, most = GemmChoice(gemm), PREFILL_CAPACITY
         if most < 8:
             raise FormatError(f"{choice.gemm.value} GEMM: not even 8 tokens with K = {k} fit into shared memory")
         choices.append(choice)
@@ -173,34 +174,47 @@ class LinearShape:
     k: int
 
 
-def plan_linear(shape: LinearShape, limits: DeviceLimits) -> tuple[GemmChoice, int]:
-    """Kernel and tokens at a time of a dense linear: the least by a rough count of a multiprocessor's clocks.
+@dataclass(frozen=True)
+class LinearPlan:
+    """What runs a dense linear."""
+
+    kernel: GemmChoice
+    capacity: int
+    """Tokens that are multiplied at a time, a multiple of 8."""
+    splits: int = 1
+    """Parts of K, summed afterwards: 1, 2, 4 or 8."""
+
+
+def plan_linear(shape: LinearShape, limits: DeviceLimits) -> LinearPlan:
+    """The cheapest way by a rough count of the clocks of the multiprocessor that has most to do.
 
     Raises FormatError if nothing fits, which no supported K does.
     """
     k, rows = padded_k(shape.k), padded_rows(shape.rows)
     wanted = _multiple_of_8(shape.tokens)
-    best: tuple[float, GemmChoice, int] | None = None
-    for groups in (1, 2, 4):
-        for gemm, most in (
-            (Gemm.DECODE, limits.decode_capacity(k, groups)),
-            (Gemm.BATCH, limits.batch_capacity(groups)),
-            (Gemm.PREFILL, PREFILL_CAPACITY if groups == 1 else 0),
-        ):
-            if most < 8:
-                continue
-            capacity = min(wanted, most)
-            unit_rows = 256 if gemm is Gemm.PREFILL else 512 // groups
-            units = -(-rows // unit_rows) * -(-shape.tokens // capacity)
-            # decoding bounds few tokens, the tensor cores many
-            rate = min(WEIGHTS_A_CLOCK[gemm], MULTIPLICATIONS_A_CLOCK[gemm] / capacity)
-            waves = -(-units // limits.multiprocessors)
-            cost = waves * (unit_rows * k / rate + UNIT_CLOCKS * (1.0 + SPLIT_COST * groups))
-            if best is None or cost < best[0]:
-                best = (cost, GemmChoice(gemm, groups), capacity)
+    best: tuple[float, LinearPlan] | None = None
+    for gemm, groups, splits in itertools.product(Gemm, (1, 2, 4), (1, 2, 4, 8)):
+        most = {
+            Gemm.DECODE: limits.decode_capacity(k, groups),
+            Gemm.BATCH: limits.batch_capacity(groups),
+            Gemm.PREFILL: PREFILL_CAPACITY if groups == 1 else 0,
+        }[gemm]
+        if most < 8 or (splits > 1 and (gemm is Gemm.DECODE or k % (MIN_SPLIT_K // 2 * splits))):
+            continue
+        capacity = min(wanted, most)
+        unit_rows = 256 if gemm is Gemm.PREFILL else 512 // groups
+        units = -(-rows // unit_rows) * -(-shape.tokens // capacity) * splits
+        # decoding bounds few tokens, the tensor cores many
+        rate = min(WEIGHTS_A_CLOCK[gemm], MULTIPLICATIONS_A_CLOCK[gemm] / capacity)
+        waves = -(-units // limits.multiprocessors)
+        cost = waves * (unit_rows * k / splits / rate + UNIT_CLOCKS * (1.0 + SPLIT_COST * groups))
+        if splits > 1:
+            cost += SUM_CLOCKS + shape.tokens * rows * splits * 8 / BYTES_A_CLOCK
+        if best is None or cost < best[0]:
+            best = (cost, LinearPlan(GemmChoice(gemm, groups), capacity, splits))
     if best is None:
         raise FormatError(f"linear: not even 8 tokens with K = {shape.k} fit into shared memory")
-    return best[1], best[2]
+    return best[1]
 
 
 WEIGHTS_A_CLOCK = {Gemm.DECODE: 33.0, Gemm.BATCH: 30.0, Gemm.PREFILL: 20.0}
@@ -209,3 +223,7 @@ MULTIPLICATIONS_A_CLOCK = {Gemm.DECODE: 1000.0, Gemm.BATCH: 2000.0, Gemm.PREFILL
 """Weights times tokens that one multiprocessor multiplies a clock."""
 UNIT_CLOCKS = 2000.0
 """Start and epilogue of a unit."""
+SUM_CLOCKS = 4000.0
+"""The launch that sums the parts of K."""
+BYTES_A_CLOCK = 2000.0
+"""Bytes of partial sums that all multiprocessors write or read a clock."""
