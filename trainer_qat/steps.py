@@ -37,8 +37,9 @@ def qat_step(model: nn.Module) -> None:
             weights = [s.weight for s in quantizer.siblings] or [getattr(module, attribute)]
             now = shared_amax(weights, quantizer.name)
             assert quantizer.frozen is not None
-            # In place: a compiled graph keeps reading the same tensor. The whole group moves alike.
-            quantizer.frozen.mul_(state.scale_decay).add_(now.to(quantizer.frozen.device), alpha=1 - state.scale_decay)
+            # In place: a compiled graph keeps reading the same tensor. One rounding per operation, the same everywhere.
+            share = now.to(quantizer.frozen.device) * (1 - state.scale_decay)
+            quantizer.frozen.mul_(state.scale_decay).add_(share)
             quantizer.cache.clear()
 
 
