@@ -69,7 +69,7 @@ class Control:
                 if self.broken:
                     s.update(state="refusing", reason="half of the weights are new")
             if op == "commit" and self.fail is None:
-                s["policy_version"] = 7
+                s.update(policy_version=7, state="serving", reason="")
                 s["report"] = RefitReport(7, "f" * 16, 2, 10, {"install": 0.5}).to_json()
 
     def finish(self) -> None:
@@ -170,6 +170,9 @@ def test_an_engine_without_weights_stays_paused() -> None:
     with pytest.raises(RefitError, match="refuses to serve"):
         engine.recover()
     assert control.paused
+    control.fail = None
+    push(RemoteEngine(control, InlinePlane()))  # a trainer that has been started anew
+    assert not control.paused
 
 
 def test_another_trainers_update_is_left_alone_until_told() -> None:
@@ -203,6 +206,24 @@ def test_another_version_of_the_protocol_is_refused() -> None:
     with pytest.raises(RefitError, match=r"version 2 of the refit protocol.*same vllm-quads on both sides"):
         push(RemoteEngine(control, InlinePlane()))
     assert control.calls == []
+
+
+def test_an_engine_that_another_process_sent_to_sleep_is_woken() -> None:
+    """A trainer that has been started anew does not write into memory that is not there."""
+    control = Control()
+    RemoteEngine(control, InlinePlane()).sleep(2)
+    for status in control.status:
+        status["asleep"] = True
+    push(RemoteEngine(control, InlinePlane()))
+    assert control.calls[1:3] == ["wake ['weights']", "start"]
+    assert control.calls[-1] == "wake ['kv_cache']"
+    assert not control.paused
+    engine = RemoteEngine(control, InlinePlane())
+    for status in control.status:
+        status["asleep"] = False
+    engine.sleep(1)
+    with pytest.raises(RefitError, match=r"call wake_up\(\) before a push"):
+        push(engine)
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -79,6 +79,7 @@ class QuadsTransferEngine(WeightTransferEngine):
         self._committed = False
         self._state: Any = None
         self._ends_before = 0
+        self._asleep = False
         parallel = vllm_config.parallel_config
         self._rank, self._ranks = int(parallel.rank), int(parallel.world_size)
         self._metrics: RefitMetrics | None = None
@@ -117,6 +118,7 @@ class QuadsTransferEngine(WeightTransferEngine):
             "failure": self._failure,
             "instance": self._instance,
             "plane_error": self._plane_error,
+            "asleep": self._asleep,
             "gpu": self._gpu,
         }
 
@@ -130,6 +132,7 @@ class QuadsTransferEngine(WeightTransferEngine):
 
     def _before_sleep(self) -> dict[str, Any]:
         config_of(self.model).refusal = "the engine slept at level 2, which drops its weights"
+        self._asleep = True
         return {}
 
     def _collect_statistics(self, on: bool) -> dict[str, Any]:
@@ -263,7 +266,7 @@ class QuadsTransferEngine(WeightTransferEngine):
         if self._version is None:
             raise RefitError("commit came before a manifest")
         self._session.commit(None if digests is None else {n: int(v) for n, v in digests.items()})
-        self._committed, self._version = True, None
+        self._committed, self._version, self._asleep = True, None, False
         if self._state is not None:
             config_of(self.model).set_compensation(self._state)
 

@@ -132,7 +132,10 @@ class RemoteEngine:
             raise RefitError(f"in_flight: is {in_flight!r}, expected one of {[m.value for m in InFlight]}") from None
         self._session: str | None = None
         self._resume = False
+        """True while this object owes a resume."""
         self._asleep = 0
+        """Level at which the engine sleeps."""
+        self._weights_awake = True
         self._seconds: dict[str, float] = {}
 
     # -- reading -------------------------------------------------------------------------------------------------
@@ -218,7 +221,8 @@ class RemoteEngine:
                 f"{self._control.label}: another trainer's update is open since {status['open_seconds']:.0f} s; if "
                 f"that trainer is dead, call recover()"
             )
-        self._pause()
+        self._wake_weights(status)
+        self._pause(refusing=status["state"] == "refusing")
         self._session = uuid.uuid4().hex
         try:
             self._plane.connect(self._control, str(status["instance"]))
@@ -332,11 +336,14 @@ class RemoteEngine:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def _pause(self) -> None:
-        self._resume = False
+    def _pause(self, *, refusing: bool) -> None:
         if not self._control.can_pause:
             self._control.require_idle()
-        elif self._asleep == 0 and not self._control.is_paused():
+        elif self._asleep:
+            return  # vLLM has paused it
+        elif self._control.is_paused():
+            self._resume = self._resume or refusing  # paused for want of weights, by whomever
+        else:
             try:
                 self._control.pause(self._in_flight.value)
             except BaseException:
@@ -354,6 +361,15 @@ class RemoteEngine:
             self._control.resume()
         self._resume = False
 
+    def _wake_weights(self, status: Mapping[str, Any]) -> None:
+        """Memory that is asleep cannot be written; another process may have sent the engine to sleep."""
+        if self._asleep == 1:
+            raise RefitError(f"{self._control.label}: is asleep; call wake_up() before a push")
+        if status.get("asleep") and self._asleep == 0:
+            self._asleep, self._weights_awake = 2, False
+        if not self._weights_awake:
+            self.wake_up()
+
     # -- sleep ---------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int = 1) -> None:
@@ -370,10 +386,11 @@ class RemoteEngine:
         if level == 2:
             self._ask("before_sleep")
         self._control.sleep(level)
-        self._asleep = level
+        self._asleep, self._weights_awake = level, False
 
     def wake_up(self) -> None:
         """Take the memory again. After level 2 only the weights' memory comes back; `push`, then requests run."""
+        self._weights_awake = True
         if self._asleep == 2:
             self._control.wake_up(["weights"])
             return
