@@ -42,7 +42,7 @@ def test_help_is_fast_and_names_the_exit_codes() -> None:
     code += "; assert 'torch' not in sys.modules"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    for command in ("quantize", "inspect", "gap", "doctor"):
+    for command in ("quantize", "inspect", "gap", "doctor", "bench"):
         assert command in run.stdout
         assert "Exit codes: 0 success; 1" in " ".join(quads(command, "--help").stdout.split())
 
