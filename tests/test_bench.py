@@ -465,6 +465,25 @@ def test_one_engine_s_failure_costs_no_other_its_numbers(
     assert Result.from_dict(json.loads(json.dumps(result.to_dict()))).xs() == [16, 64]
 
 
+def test_an_interruption_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C after the first numbers gives a result that says what is missing, and leaves no process behind."""
+    fake = tmp_path / "worker.py"
+    fake.write_text(FAKE_WORKER)
+    monkeypatch.setattr(serving, "WORKER", (str(fake),))
+    monkeypatch.setattr(environment, "require", lambda **_: None)
+
+    def stop_at_64(done: int, total: int, what: str) -> None:
+        if "64 sequences" in what:
+            raise KeyboardInterrupt
+
+    options = serving.ServeOptions(engines=("bf16",), sequences=(16, 64), repeats=1)
+    result = serving.run_serve(options, stop_at_64)
+    assert result.missing == {serving.INTERRUPTED: "interrupted"}
+    assert result.get(ENGINES["bf16"].label).values == {16: 16 * 128.0}  # type: ignore[union-attr]
+    with pytest.raises(KeyboardInterrupt):
+        serving.run_serve(replace(options, sequences=(64,)), stop_at_64)
+
+
 def test_engines_share_a_card_as_far_as_they_fit() -> None:
     """On an H200 three quantized engines of 48 layers fit together, and BF16 gets a turn of its own."""
     names = ["bf16", "fp8-block", "marlin", "quads"]

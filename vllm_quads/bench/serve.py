@@ -371,6 +371,9 @@ def _worker(engine: Engine, options: ServeOptions, directory: Path) -> Iterator[
         )
         try:
             yield Worker(engine, process, log, options.timeout)
+        except BaseException:
+            process.kill()
+            raise
         finally:
             if process.stdin is not None:
                 with contextlib.suppress(BrokenPipeError):
