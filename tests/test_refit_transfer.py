@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -260,6 +261,18 @@ def test_nccl_buckets_go_through_vllms_own_code(
         sink.got.clear()
     plane.connect(Control(), "engine 2")  # type: ignore[arg-type]
     assert len(joined) == 2
+
+
+def test_a_worker_that_cannot_join_nccl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer does not wait for a rendezvous that nobody comes to."""
+    gone = threading.Event()
+    monkeypatch.setattr(compat, "join_as_trainer", lambda info: gone.wait(30))
+    control = SimpleNamespace(
+        init=lambda info: None, rpc=lambda *a: [{"plane_error": None}, {"plane_error": "no route to host"}]
+    )
+    with pytest.raises(RefitError, match="worker 1 could not join: no route to host"):
+        NcclPlane(lambda: 2, address="10.0.0.1", port=5).connect(control, "engine 1")  # type: ignore[arg-type]
+    gone.set()
 
 
 def test_ipc_handles_survive_as_json(receivers: tuple[Receivers, Sink], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -111,15 +112,33 @@ class NcclPlane:
             "packed": True,
             "packed_buffer_size_bytes": _ONE_CHUNK,
         }
-        with ThreadPoolExecutor(1, thread_name_prefix="quads-nccl") as pool:
-            # The workers wait for the trainer inside of this call.
-            joined = pool.submit(control.init, {"plane": "nccl", "info": info})
-            self._group = compat.join_as_trainer(info)
-            joined.result()
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+        def join() -> Any:
+            with nullcontext() if device is None else torch.cuda.device(device):
+                return compat.join_as_trainer(info)
+
+        pool = ThreadPoolExecutor(2, thread_name_prefix="quads-nccl")
+        try:
+            # Both wait for each other, unless one of them fails.
+            workers = pool.submit(control.init, {"plane": "nccl", "info": info})
+            trainer = pool.submit(join)
+            wait((workers, trainer), return_when=FIRST_COMPLETED)
+            if workers.done():
+                workers.result()
+                self._require_joined(control)
+            self._group = trainer.result()
+            workers.result()
+        finally:
+            pool.shutdown(wait=False)
+        self._require_joined(control)
+        self._instance = instance
+
+    @staticmethod
+    def _require_joined(control: Control) -> None:
         for rank, status in enumerate(control.rpc(WORKER, "status")):
             if status.get("plane_error"):
                 raise RefitError(f"NCCL: worker {rank} could not join: {status['plane_error']}")
-        self._instance = instance
 
     def send(self, control: Control, tensors: list[tuple[str, Tensor]]) -> None:
         """Broadcast one bucket while the workers receive it."""
