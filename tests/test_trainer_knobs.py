@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,24 @@ def test_optimizer_drives_the_schedule() -> None:
     assert int(qat_state_dict(model)["step"]) == 2
     with pytest.raises(ContractError, match="no fake quantization"):
         follow_optimizer(qwen3(), optimizer)
+
+
+def test_forgotten_steps_are_told_of() -> None:
+    """A schedule or an average that nobody drives would silently never move: a warning, once, and only then."""
+    model, quiet = qwen3(), qwen3()
+    prepare_qat(model, AVERAGE)
+    prepare_qat(quiet, AVERAGE)
+    optimizer, other = torch.optim.SGD(model.parameters()), torch.optim.SGD(quiet.parameters())
+    follow_optimizer(quiet, other)
+    model(tokens())
+    optimizer.step()
+    other.step()
+    with pytest.warns(UserWarning, match="optimizer steps without a qat_step"):
+        model(tokens())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(tokens())
+        quiet(tokens())
 
 
 @pytest.mark.parametrize("scale", [WeightGlobalScale.LIVE, WeightGlobalScale.MOVING_AVERAGE])

@@ -78,6 +78,11 @@ class _Steps:
         cls.count += 1
 
 
+def optimizer_steps() -> int:
+    """Steps of any torch optimizer in this process, counted from the first call on."""
+    return _Steps.now()
+
+
 @dataclass(frozen=True)
 class _Identity:
     """Which tensor this is, as far as the host can tell."""

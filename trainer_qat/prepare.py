@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from trainer_qat.ablation import check_ablation, fake_quantize_activation
 from trainer_qat.adapters import plain_model
-from trainer_qat.cache import CacheMode
+from trainer_qat.cache import CacheMode, optimizer_steps
 from trainer_qat.experts import sorted_experts
 from trainer_qat.inventory import Inventory
 from trainer_qat.quantizer import QatState, WeightQuantizer
@@ -126,6 +127,8 @@ def prepare_qat(
     if w4a4_ablation:
         check_ablation(contract)
     progress = Progress(Schedule() if schedule is None else schedule)
+    if progress.schedule != Schedule() or contract.weight_global_scale is WeightGlobalScale.MOVING_AVERAGE:
+        progress.watched_from = optimizer_steps()
     state = QatState(
         contract, inventory.quantized, CacheMode(cache), clamp_gradient, progress, scale_decay, w4a4_ablation
     )
@@ -409,7 +412,16 @@ def _require_hooked(module: nn.Module, args: Any) -> None:
 
 
 def _note_sharding(module: nn.Module, args: Any) -> None:
-    """Forward pre-hook of the model: FSDP2 may have been applied after prepare_qat."""
+    """Forward pre-hook of the model: FSDP2 may have been applied after prepare_qat; and somebody has to count steps."""
     if not torch.compiler.is_compiling():
         state: QatState = getattr(module, _STATE)
         state.sharded = isinstance(module, FSDPModule)
+        progress = state.progress
+        if progress.watched_from is not None and (progress.step or optimizer_steps() > progress.watched_from + 1):
+            if not progress.step:
+                warnings.warn(
+                    f"{optimizer_steps() - progress.watched_from} optimizer steps without a qat_step(model): schedule "
+                    f"and moving-average scales stand still; call follow_optimizer(model, optimizer) once",
+                    stacklevel=2,
+                )
+            progress.watched_from = None

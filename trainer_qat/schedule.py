@@ -53,6 +53,8 @@ class Progress:
     """True while the strength is between 0 and 1."""
     strength: Tensor = field(init=False, default_factory=lambda: torch.ones((), dtype=torch.float32))
     """float32 scalar on the CPU."""
+    watched_from: int | None = None
+    """Count of the process's optimizer steps at which somebody should begin to call `qat_step`; None if none has to."""
 
     def __post_init__(self) -> None:
         self.move_to(self.step)
