@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -229,6 +230,21 @@ def test_row_parallel_shard_and_fused_qkv_on_disk() -> None:
     assert torch.equal(layer.weight, PackedTensor.quantize(fused).codes)
     with pytest.raises(CheckpointError, match="expected 128 rows"):
         method._load(layer.weight, fused[:100])
+
+
+def test_a_fusion_that_the_trainer_does_not_know_is_refused() -> None:
+    """One matrix in vLLM has one global scale if the engine quantizes it: parts that a trainer quantizes apart would
+    get other bytes. The latent attention's down-projections share theirs on both sides."""
+    for parts, known in (
+        (["m.layers.0.linear_attn.in_proj_qkv", "m.layers.0.linear_attn.in_proj_z"], False),
+        ([f"{HEAD}.q_a_proj", f"{HEAD}.kv_a_proj_with_mqa"], True),
+    ):
+        layer: Any = nn.Module()
+        layer.output_sizes = [32, 32]
+        method = QuadsLinearMethod.__new__(QuadsLinearMethod)
+        method.config, method.key, method.parts = Config(), "k", parts
+        with contextlib.nullcontext() if known else pytest.raises(ContractError, match="a trainer gives separate"):
+            method.create_weights(layer, 64, [32, 32], 64, 64, torch.bfloat16)
 
 
 def test_loading_holds_little_besides_the_packed_layer() -> None:
