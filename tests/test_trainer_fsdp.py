@@ -53,9 +53,15 @@ def middle_dimension(parameter: nn.Parameter) -> Shard:
     return Shard(max(0, parameter.dim() - 2))
 
 
-def shard(model: nn.Module, units: str, policy: MixedPrecisionPolicy, placement: Any = None) -> None:
-    """fully_shard by decoder layer, or with experts and q_proj as units of their own."""
-    mesh = init_device_mesh("cpu", (2,))
+def shard(
+    model: nn.Module, units: str, policy: MixedPrecisionPolicy, placement: Any = None, hybrid: bool = False
+) -> None:
+    """fully_shard by decoder layer, or with experts and q_proj as units of their own; hybrid: replicas of one shard."""
+    mesh = (
+        init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
+        if hybrid
+        else init_device_mesh("cpu", (2,))
+    )
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "shard_placement_fn": placement}
     for layer in model.model.layers:
         if units == "small":
@@ -69,6 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
     "prepare then shard": {"first": "prepare", "units": "layer"},
     "shard then prepare, small units": {"first": "shard", "units": "small"},
     "prepare then shard, small units, cached": {"first": "prepare", "units": "small", "cache": "dense"},
+    "hybrid: replicas": {"first": "prepare", "units": "layer", "hybrid": True},
     "sharded along K, moving-average scales, ramp": {
         "first": "prepare",
         "units": "small",
@@ -150,12 +157,12 @@ def worker(rank: int, port: int, directory: str) -> None:
         policy = MixedPrecisionPolicy()
         cache, placement = case.get("cache", "auto"), case.get("placement")
         if case["first"] == "shard":
-            shard(model, case["units"], policy, placement)
+            shard(model, case["units"], policy, placement, case.get("hybrid", False))
         prepare_qat(model, contract_of(case), cache=cache, schedule=case.get("schedule"))
         if case["first"] != "shard":
-            shard(model, case["units"], policy, placement)
+            shard(model, case["units"], policy, placement, case.get("hybrid", False))
         stack: Any = model.model.layers[0].mlp.experts.gate_up_proj
-        assert stack.placements == ((placement or (lambda p: Shard(0)))(stack),)
+        assert stack.placements[-1:] == ((placement or (lambda p: Shard(0)))(stack),)
         losses = train(model)
         kept = sum(q.cache.hits + q.cache.misses for _, _, q in quantizers_of(model))
         assert (kept == 0) == (cache == "auto"), "AUTO keeps nothing under FSDP2"
