@@ -80,3 +80,45 @@ def quads_layers(llm: Any) -> dict[str, Any]:
 def as_float(t: Tensor) -> Tensor:
     """For messages and comparisons of float8 tensors."""
     return t.to(torch.float32)
+
+
+def manifest(llm: Any, tensors: dict[str, Tensor], fingerprint: str | None, **extra: Any) -> Any:
+    """What a push of these tensors announces; `extra` are further fields of it."""
+    from vllm_quads.refit import Manifest, TensorSpec, as_engine
+
+    engine = as_engine(llm)
+    specs = {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in tensors.items()}
+    version = extra.pop("version", engine.policy_version() + 1)
+    return Manifest(engine.contract(), engine.quantized(), specs, version, fingerprint, **extra)
+
+
+def push(llm: Any, tensors: dict[str, Tensor], fingerprint: str | None, **extra: Any) -> Any:
+    """Push tensors one by one; returns the report."""
+    from vllm_quads.refit import as_engine
+
+    engine = as_engine(llm)
+    engine.begin(manifest(llm, tensors, fingerprint, **extra))
+    for item in tensors.items():
+        engine.load([item])
+    return engine.commit()
+
+
+def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The experts of a checkpoint as stacks, everything else as it is; the largest tensor of a stack last."""
+    out = {n: t for n, t in tensors.items() if ".experts." not in n}
+    for layer in range(2):
+        head = f"model.layers.{layer}.mlp.experts"
+        for stack, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            for suffix in ("weight_scale_2", "weight_scale", "weight"):
+                names = [[f"{head}.{e}.{part}.{suffix}" for part in parts] for e in range(4)]
+                if names[0][0] not in tensors:
+                    continue
+                if suffix == "weight_scale_2":
+                    value = torch.stack([torch.stack([tensors[n] for n in row]) for row in names]).squeeze(-1)
+                    out[f"{head}.{stack}.{suffix}"] = value
+                    continue
+                dtype = tensors[names[0][0]].dtype
+                rows = [torch.cat([tensors[n].view(torch.uint8) for n in row]) for row in names]
+                name = f"{head}.{stack}" if dtype == torch.bfloat16 else f"{head}.{stack}.{suffix}"
+                out[name] = torch.stack(rows).view(dtype)
+    return out

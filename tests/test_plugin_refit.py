@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from plugin_helpers import damaged, decoded, quads_layers, scores, tensors_of
+from plugin_helpers import damaged, decoded, manifest, push, quads_layers, scores, stacked, tensors_of
 from torch import Tensor
 
 pytest.importorskip("vllm")
@@ -23,7 +23,7 @@ from vllm_quads.compensation import CompensationState
 from vllm_quads.nvfp4 import Contract, ContractError, QuadsError, QuantizedSet, RefitError
 from vllm_quads.plugin.undo import UndoLog
 from vllm_quads.plugin.units import Unit
-from vllm_quads.refit import EngineState, Manifest, RefitReport, Rollback, TensorSpec, as_engine
+from vllm_quads.refit import EngineState, Manifest, RefitReport, Rollback, as_engine
 
 EXPERT = "model.layers.1.mlp.experts.2"
 
@@ -54,21 +54,6 @@ def serving(tiny_qwen3_moe: Path, module_engine: Callable[..., Any]) -> Any:
     as_engine(llm).set_compensation(CompensationState())
     llm.apply_model(lambda model: model.load_weights(iter(tensors_of(tiny_qwen3_moe).items())))
     return llm
-
-
-def manifest(llm: Any, tensors: dict[str, Tensor], fingerprint: str | None, **extra: Any) -> Manifest:
-    engine = as_engine(llm)
-    specs = {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in tensors.items()}
-    version = extra.pop("version", engine.policy_version() + 1)
-    return Manifest(engine.contract(), engine.quantized(), specs, version, fingerprint, **extra)
-
-
-def push(llm: Any, tensors: dict[str, Tensor], fingerprint: str | None, **extra: Any) -> Any:
-    engine = as_engine(llm)
-    engine.begin(manifest(llm, tensors, fingerprint, **extra))
-    for item in tensors.items():
-        engine.load([item])
-    return engine.commit()
 
 
 def test_push_equals_a_fresh_engine(serving: Any, other: Path, expected: Any, tmp_path: Path) -> None:
@@ -227,27 +212,6 @@ def test_interrupted_push_changes_nothing(serving: Any, other: Path, expected: A
     assert engine.policy_version() != 99
     push(serving, tensors, expected[other][1])
     assert scores(serving) == expected[other][0]
-
-
-def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The experts of a checkpoint as stacks, everything else as it is; the largest tensor of a stack last."""
-    out = {n: t for n, t in tensors.items() if ".experts." not in n}
-    for layer in range(2):
-        head = f"model.layers.{layer}.mlp.experts"
-        for stack, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-            for suffix in ("weight_scale_2", "weight_scale", "weight"):
-                names = [[f"{head}.{e}.{part}.{suffix}" for part in parts] for e in range(4)]
-                if names[0][0] not in tensors:
-                    continue
-                if suffix == "weight_scale_2":
-                    value = torch.stack([torch.stack([tensors[n] for n in row]) for row in names]).squeeze(-1)
-                    out[f"{head}.{stack}.{suffix}"] = value
-                    continue
-                dtype = tensors[names[0][0]].dtype
-                rows = [torch.cat([tensors[n].view(torch.uint8) for n in row]) for row in names]
-                name = f"{head}.{stack}" if dtype == torch.bfloat16 else f"{head}.{stack}.{suffix}"
-                out[name] = torch.stack(rows).view(dtype)
-    return out
 
 
 def test_stacks_of_experts(serving: Any, other: Path, expected: Any, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -114,10 +114,30 @@ class ExpertsBackend(Protocol):
     def prepare(
         self, w13: Packed, w2: Packed, w13_site: SiteState, w2_site: SiteState, *, centered: bool = True
     ) -> None:
-        """Take over packed weights and compensation state after a change; centered=False: all centres are zero."""
+        """Take over packed weights and compensation state after a change; centered=False: all centres are zero.
+
+        Codes and block scales that are empty stand for those that a WeightHolder has.
+        """
 
     def forward(self, request: ExpertsRequest) -> Tensor:
         """y [M, H] in x's dtype, the local experts' share; see `compensation.experts_forward`."""
+
+
+@runtime_checkable
+class WeightHolder(Protocol):
+    """A backend that keeps packed experts in an order of its own, so that the layer's packed parameters need not.
+
+    Prefixes are those of the parameters, `w13_` and `w2_`.
+    """
+
+    def install(self, prefix: str, codes: Tensor, scales: Tensor) -> None:
+        """Replace codes uint8 [E, N, K/2] and block scales float8_e4m3fn [E, N, K/16], in place; after a `prepare`."""
+
+    def packed(self, prefix: str) -> tuple[Tensor, Tensor]:
+        """New tensors with the codes and block scales that are kept, exactly as they came."""
+
+    def stored(self, prefix: str) -> Tensor:
+        """The tensor in which they are kept; its address does not change."""
 
 
 class LinearBackend(Protocol):

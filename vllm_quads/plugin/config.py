@@ -298,6 +298,7 @@ class QuadsConfig(QuantizationConfig):
             runtime.gather_in_graphs()
         if self._dummy and not runtime.loader.ever_loaded:
             runtime.loader.fill_dummy()
+            runtime.hand_over()
             return
         try:
             runtime.loader.finish(need_input_scale=needs_input_scales(self.contract))
@@ -307,6 +308,7 @@ class QuadsConfig(QuantizationConfig):
                 other.loader.forget_partial()
             raise
         runtime.settle_for_graphs()
+        runtime.hand_over()
 
     def model_loaded(self) -> None:
         """The whole model has been built and loaded: resolve the contract against it, and load the saved state."""

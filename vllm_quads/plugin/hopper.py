@@ -4,6 +4,9 @@
 The residual is merged into the operand before the GEMM, where it costs no GEMM time. So `auto` gives every token the
 full residual here, decode and prefill alike, and nothing that a captured CUDA graph replays depends on the batch.
 All buffers keep their addresses over refits.
+
+Packed experts are stored once, in the order in which the kernels read them (`kernels.layout`); the layer's parameters
+are empty then, and are filled again only while vLLM's own loaders write into them.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch import Tensor
 from vllm_quads.compensation import SiteState
 from vllm_quads.compensation.experts import prepare_experts
 from vllm_quads.kernels import MoECompensation, PreparedMoE, prepare_moe_weights, quads_moe
+from vllm_quads.kernels.layout import arrange_into, unarrange
 from vllm_quads.kernels.linear import LinearCompensation, PreparedLinear, prepare_linear, quads_linear
 from vllm_quads.kernels.statistics import Gathering
 from vllm_quads.kernels.weights import QuantizedStack, dequantize_stack
@@ -41,24 +45,66 @@ class HopperExperts:
     def __init__(self) -> None:
         self._moe: PreparedMoE | None = None
         self._bias13: Tensor | None = None
-        self._packed: tuple[Packed, Packed] | None = None
 
     def prepare(
         self, w13: Packed, w2: Packed, w13_site: SiteState, w2_site: SiteState, *, centered: bool = True
     ) -> None:
-        self._moe = prepare_moe_weights(*w13, *w2, out=self._moe)
-        self._packed = (w13, w2)
-        bias = _bias(w13, w13_site.center) if centered else _zeros(w13[0])
+        if w13[0].numel():
+            self._moe = prepare_moe_weights(*w13, *w2, out=self._moe)
+        else:  # what is stored here has been written by `install`
+            assert self._moe is not None
+            self._moe.w13_decode.copy_(w13[2])
+            self._moe.w2_decode.copy_(w2[2][:, None].expand(-1, 2))
+        bias = self._bias(w13_site.center) if centered else self._zero_bias()
         self._bias13 = bias if self._bias13 is None else self._bias13.copy_(bias)
+
+    def install(self, prefix: str, codes: Tensor, scales: Tensor) -> None:
+        moe = self._moe
+        assert moe is not None
+        gate_up = prefix == "w13_"
+        with torch.inference_mode():  # as `prepare` is run
+            arrange_into(codes, scales, moe.w13 if gate_up else moe.w2, gate_up=gate_up)
+
+    def packed(self, prefix: str) -> tuple[Tensor, Tensor]:
+        return self._read(prefix, slice(None))
+
+    def stored(self, prefix: str) -> Tensor:
+        assert self._moe is not None
+        return self._moe.w13 if prefix == "w13_" else self._moe.w2
+
+    def _read(self, prefix: str, experts: slice) -> tuple[Tensor, Tensor]:
+        moe = self._moe
+        assert moe is not None
+        rows, k = (2 * moe.intermediate, moe.hidden) if prefix == "w13_" else (moe.hidden, moe.intermediate)
+        return unarrange(self.stored(prefix)[experts], rows, k, gate_up=prefix == "w13_")
+
+    def _bias(self, center: Tensor) -> Tensor:
+        """float32 [E, 2I]: W13 @ center, a few experts at a time."""
+        moe = self._moe
+        assert moe is not None
+        one = torch.ones(moe.num_experts, dtype=torch.float32, device=center.device)
+        rows = []
+        for first in range(0, moe.num_experts, _BIAS_EXPERTS):
+            part = slice(first, first + _BIAS_EXPERTS)
+            scaled = dequantize_stack(QuantizedStack(*self._read("w13_", part), one[part]), dtype=torch.float32)
+            rows.append((scaled @ center) * moe.w13_decode[part].repeat_interleave(moe.intermediate, dim=1))
+        return torch.cat(rows)
+
+    def _zero_bias(self) -> Tensor:
+        """The bias of a centre that is zero."""
+        moe = self._moe
+        assert moe is not None
+        return moe.w13_decode.new_zeros(moe.num_experts, 2 * moe.intermediate)
 
     def forward(self, request: ExpertsRequest) -> Tensor:
         assert self._moe is not None
-        assert self._packed is not None
         r = request
         if r.x.dtype is torch.float32:
             # Off the fast path: the reference, on operands decoded for this call alone. It cannot be captured, which
             # `config` sees to.
-            prepared = prepare_experts(*self._packed, r.w13_site, r.w2_site)
+            w13 = (*self.packed("w13_"), self._moe.w13_decode)
+            w2 = (*self.packed("w2_"), self._moe.w2_decode[:, 0])
+            prepared = prepare_experts(w13, w2, r.w13_site, r.w2_site)
             return reference_experts(r, prepared, torch.ones(r.x.shape[0], dtype=torch.bool, device=r.x.device))
         quantized = r.contract.scheme is Scheme.W4A4
         return quads_moe(
@@ -137,20 +183,6 @@ class HopperLinear:
             bias=self._bias if centered else None,
             full_all=form in (Form.ROWS, Form.AUTO),
         )
-
-
-def _bias(w13: Packed, center: Tensor) -> Tensor:
-    """float32 [E, 2I]: W13 @ center, a few experts at a time."""
-    codes, scales, decode = w13
-    half = codes.shape[1] // 2
-    one = torch.ones(codes.shape[0], dtype=torch.float32, device=codes.device)
-    rows = []
-    for first in range(0, codes.shape[0], _BIAS_EXPERTS):
-        part = slice(first, first + _BIAS_EXPERTS)
-        some = scales.view(torch.uint8)[part].view(scales.dtype)  # float8 has few kernels
-        scaled = dequantize_stack(QuantizedStack(codes[part], some, one[part]), dtype=torch.float32)
-        rows.append((scaled @ center) * decode[part].repeat_interleave(half, dim=1))
-    return torch.cat(rows)
 
 
 def _zeros(codes: Tensor) -> Tensor:

@@ -117,6 +117,31 @@ class PackedLoader:
         self.on_complete: Callable[[], None] | None = None
         """Called when every matrix has been loaded anew since the last call."""
         self._renewed: set[str] = set()
+        self.kept_elsewhere: Callable[[str], tuple[Tensor, Tensor]] | None = None
+        """Gives codes and block scales of a parameter prefix if they are kept outside of the parameters (`close`)."""
+
+    # -- where the bytes are --------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """True if the parameters hold the packed weights; False if they are empty and the backend does."""
+        return self._param(self.matrices[0], Role.WEIGHT, fill=False).numel() > 0
+
+    def close(self) -> None:
+        """Empty the packed parameters: the backend has taken them over. They are filled again when something asks."""
+        with torch.inference_mode(False):  # or nothing could be loaded into them outside of it
+            for prefix in dict.fromkeys(m.prefix for m in self.matrices):
+                for role in (Role.WEIGHT, Role.BLOCK_SCALE):
+                    param = self._parameter(prefix, role)
+                    param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+
+    def _open(self) -> None:
+        assert self.kept_elsewhere is not None
+        with torch.inference_mode(False), torch.no_grad():
+            for prefix in dict.fromkeys(m.prefix for m in self.matrices):
+                codes, scales = self.kept_elsewhere(prefix)
+                self._parameter(prefix, Role.WEIGHT).data = codes
+                self._parameter(prefix, Role.BLOCK_SCALE).data = scales
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -375,10 +400,16 @@ class PackedLoader:
         lacking = next(f for f in ("codes", "scales", "global") if f not in status.fields)
         return self._where(matrix, self._names[lacking])
 
-    def _param(self, matrix: Matrix, role: Role) -> Tensor:
+    def _param(self, matrix: Matrix, role: Role, *, fill: bool = True) -> Tensor:
+        param = self._parameter(matrix.prefix, role)
+        if fill and param.numel() == 0:
+            self._open()
+        return param.data
+
+    def _parameter(self, prefix: str, role: Role) -> nn.Parameter:
         layer = self._layer()
         assert layer is not None
-        param: Tensor = getattr(layer, matrix.prefix + role.value).data
+        param: nn.Parameter = getattr(layer, prefix + role.value)
         return param
 
     def _where(self, matrix: Matrix, role: Role) -> str:

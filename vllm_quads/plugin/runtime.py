@@ -22,7 +22,13 @@ from vllm_quads.nvfp4 import BLOCK_SIZE, ActivationGlobalScale, Centering, Check
 from vllm_quads.nvfp4.formats import E4M3_MAX
 from vllm_quads.nvfp4.reference import FOUR_OVER_SIX_E4M3_MAX, BlockScaleRule
 from vllm_quads.plugin import compat
-from vllm_quads.plugin.backends import ExpertsRequest, LinearRequest, make_experts_backend, make_linear_backend
+from vllm_quads.plugin.backends import (
+    ExpertsRequest,
+    LinearRequest,
+    WeightHolder,
+    make_experts_backend,
+    make_linear_backend,
+)
 from vllm_quads.plugin.host import LayerHost
 from vllm_quads.plugin.loading import PackedLoader
 
@@ -207,6 +213,9 @@ class LayerRuntime(nn.Module):
     def _prepare(self) -> None:
         raise NotImplementedError
 
+    def hand_over(self) -> None:
+        """After loading: give the weights to a backend that keeps them, if it is of that kind."""
+
     def static_scale(self, input_scale: Tensor, *, shared: bool = False) -> Tensor | None:
         """Encode global scale from decode-direction input scales (amax/2688), or None for per-token scales.
 
@@ -227,8 +236,12 @@ class ExpertsRuntime(LayerRuntime):
         super().__init__(config, layer, loader, [w13, w2])
         self.w13, self.w2 = w13, w2
         self.backend = make_experts_backend(torch.get_default_device())
+        if isinstance(self.backend, WeightHolder):
+            loader.kept_elsewhere = self.backend.packed
 
-    def _packed(self, prefix: str) -> tuple[Tensor, Tensor, Tensor]:
+    def _stored(self, prefix: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, block scales and global scales as they are in the parameters: the first two are empty if the backend
+        holds them."""
         layer = self.layer
         return (
             getattr(layer, f"{prefix}_weight").data,
@@ -236,9 +249,26 @@ class ExpertsRuntime(LayerRuntime):
             getattr(layer, f"{prefix}_weight_scale_2").data,
         )
 
+    def _packed(self, prefix: str) -> tuple[Tensor, Tensor, Tensor]:
+        codes, scales, decode = self._stored(prefix)
+        if not codes.numel():
+            assert isinstance(self.backend, WeightHolder)
+            codes, scales = self.backend.packed(f"{prefix}_")
+        return codes, scales, decode
+
     def _prepare(self) -> None:
         w13, w2 = self.active[self.w13.name], self.active[self.w2.name]
-        self.backend.prepare(self._packed("w13"), self._packed("w2"), w13, w2, centered=self.centered())
+        self.backend.prepare(self._stored("w13"), self._stored("w2"), w13, w2, centered=self.centered())
+        if isinstance(self.backend, WeightHolder):
+            self.loader.close()
+
+    def hand_over(self) -> None:
+        """After loading: give the weights to a backend that keeps them, and free the parameters.
+
+        Does nothing while a weight has arrived only in part.
+        """
+        if isinstance(self.backend, WeightHolder) and self.loader.is_open and not self.loader.is_partial():
+            self.settle()
 
     def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """MoE output [M, H] of x [M, H] with global expert ids [M, k] (negative: nobody's)."""

@@ -30,8 +30,9 @@ class UndoLog:
 
     def restore(self) -> None:
         """Copy everything that was saved back to where it was."""
-        for key, tensor in self._saved.items():
-            tensor.copy_(self._buffers[key], non_blocking=True)
+        with torch.inference_mode():  # what was made in it can only be changed in it
+            for key, tensor in self._saved.items():
+                tensor.copy_(self._buffers[key], non_blocking=True)
         if any(t.is_cuda for t in self._saved.values()):
             torch.cuda.synchronize()
 

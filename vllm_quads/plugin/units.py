@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vllm_quads.kernels.weights import QuantizedStack, digest_stack, quantize_stack, weight_amax
 from vllm_quads.nvfp4 import BLOCK_SIZE, name_weights, unit_of
+from vllm_quads.plugin.backends import WeightHolder
 from vllm_quads.plugin.loading import Matrix, Role
 from vllm_quads.plugin.runtime import ExpertsRuntime, LayerRuntime
 
@@ -82,14 +83,28 @@ class Unit:
         self.experts = runtime.w2.group_index if isinstance(runtime, ExpertsRuntime) else None
         """Global ids of the local experts, in storage order; None for a dense linear."""
 
-    def parameters(self) -> list[Tensor]:
-        """The parameters that hold the unit, as they are stored."""
-        roles = (Role.WEIGHT, Role.BLOCK_SCALE, Role.DECODE_SCALE, Role.INPUT_SCALE)
-        return [self._param(role) for role in roles]
+    @property
+    def holder(self) -> WeightHolder | None:
+        """The backend, if it keeps the weights now and the parameters are empty."""
+        backend = self.runtime.backend if isinstance(self.runtime, ExpertsRuntime) else None
+        return backend if isinstance(backend, WeightHolder) and not self.runtime.loader.is_open else None
+
+    def storages(self) -> list[Tensor]:
+        """The tensors that hold the unit; their addresses do not change."""
+        scales = [self._param(Role.DECODE_SCALE), self._param(Role.INPUT_SCALE)]
+        holder = self.holder
+        if holder is not None:
+            return [holder.stored(self.prefix), *scales]
+        return [self._param(Role.WEIGHT), self._param(Role.BLOCK_SCALE), *scales]
 
     def stored(self, section: Section) -> QuantizedStack:
-        """Views [E, P, ...] of a section's shard in the parameters."""
-        codes, scales, decode = (self._param(r) for r in (Role.WEIGHT, Role.BLOCK_SCALE, Role.DECODE_SCALE))
+        """A section's shard [E, P, ...] as it serves: views of the parameters, or copies if a backend holds them."""
+        decode = self._param(Role.DECODE_SCALE)
+        holder = self.holder
+        if holder is not None:
+            codes, scales = holder.packed(self.prefix)
+        else:
+            codes, scales = self._param(Role.WEIGHT), self._param(Role.BLOCK_SCALE)
         if section.rows is None:
             n = section.first.local_n[1]
             return QuantizedStack(
@@ -100,15 +115,17 @@ class Unit:
             codes[section.rows][None, None], scales[section.rows][None, None], decode[index : index + 1].view(1, 1)
         )
 
-    def digest(self) -> Tensor:
-        """This rank's part of the unit's digest, int64 scalar, from the parameters."""
-        total = torch.zeros((), dtype=torch.int64, device=self._param(Role.WEIGHT).device)
-        for section, weights in zip(self.sections, self._name_weights, strict=True):
+    def digest(self, shards: Sequence[QuantizedStack] | None = None) -> Tensor:
+        """This rank's part of the unit's digest, int64 scalar: of what serves, or of shards that `write_*` returned."""
+        if shards is None:
+            shards = [self.stored(section) for section in self.sections]
+        total = torch.zeros((), dtype=torch.int64, device=self._param(Role.DECODE_SCALE).device)
+        for section, shard, weights in zip(self.sections, shards, self._name_weights, strict=True):
             m = section.first
             if not m.counted:  # another rank has the same shard
                 continue
             digests = digest_stack(
-                self.stored(section),
+                shard,
                 row_offset=m.local_n[0],
                 k_offset=m.local_k[0],
                 count_global=m.local_n[0] == 0 and m.local_k[0] == 0,
@@ -118,25 +135,46 @@ class Unit:
 
     @cached_property
     def _name_weights(self) -> list[Tensor]:
-        device = self._param(Role.WEIGHT).device
+        device = self._param(Role.DECODE_SCALE).device
         return [name_weights((m.name for m in s.matrices), device) for s in self.sections]
 
-    def write_packed(self, fields: Sequence[dict[str, Tensor]]) -> None:
-        """Copy whole packed fields of each section into the parameters."""
-        for section, arrived in zip(self.sections, fields, strict=True):
-            for field, target in zip(PACKED_FIELDS, self.stored(section), strict=True):
-                source = section.shard(field, arrived[field])
-                if field == "scales":  # float8 has few kernels
+    def write_packed(self, fields: Sequence[dict[str, Tensor]]) -> list[QuantizedStack]:
+        """Write whole packed fields of each section; returns the shards that were written."""
+        shards = [
+            QuantizedStack(*(s.shard(field, arrived[field]) for field in PACKED_FIELDS))
+            for s, arrived in zip(self.sections, fields, strict=True)
+        ]
+        if self.holder is not None:
+            return [self._install(self.holder, shards[0])]
+        for section, shard in zip(self.sections, shards, strict=True):
+            for source, target in zip(shard, self.stored(section), strict=True):
+                if source.dtype == torch.float8_e4m3fn:  # it has few kernels
                     source, target = source.view(torch.uint8), target.view(torch.uint8)
                 target.copy_(source)
+        return [self.stored(section) for section in self.sections]
 
-    def write_quantized(self, fields: Sequence[dict[str, Tensor]], amax: Tensor) -> None:
-        """Quantize whole float weights of each section with amax [E, P] into the parameters."""
+    def write_quantized(self, fields: Sequence[dict[str, Tensor]], amax: Tensor) -> list[QuantizedStack]:
+        """Quantize whole float weights of each section with amax [E, P]; returns the shards that were written."""
+        shards = []
+        holder = self.holder
         for section, arrived in zip(self.sections, fields, strict=True):
             weight = section.shard("float", arrived["float"])
             if not weight.is_contiguous():
                 weight = weight.contiguous()
-            quantize_stack(weight, amax, out=self.stored(section))
+            shards.append(quantize_stack(weight, amax, out=self.stored(section) if holder is None else None))
+        return shards if holder is None else [self._install(holder, shards[0])]
+
+    def _install(self, holder: WeightHolder, shard: QuantizedStack) -> QuantizedStack:
+        """Hand a shard [E, P, N, ...] over to the backend that keeps the weights."""
+        codes, scales, decode = shard
+        codes, scales = codes.flatten(1, 2).contiguous(), scales.view(torch.uint8).flatten(1, 2).contiguous()
+        holder.install(self.prefix, codes, scales.view(torch.float8_e4m3fn))
+        kept = self._param(Role.DECODE_SCALE)
+        kept.copy_(decode.reshape(kept.shape))
+        lead = shard.codes.shape[:2]
+        return QuantizedStack(
+            codes.unflatten(1, (lead[1], -1)), scales.view(torch.float8_e4m3fn).unflatten(1, (lead[1], -1)), decode
+        )
 
     def shared_amax(self, fields: Sequence[dict[str, Tensor]]) -> Tensor:
         """Largest magnitude of the parts that share a global scale, float32 [E, P]; NaN or Inf if they hold one."""

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines whose backend keeps the experts in an order of its own: one copy of them, and all ways to change it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import start_engine, stop_engine
+from plugin_helpers import manifest, push, quads_layers, scores, stacked, tensors_of
+from torch import Tensor
+
+pytest.importorskip("vllm")
+
+from vllm_quads.checkpoint import quantize_checkpoint
+from vllm_quads.nvfp4 import RefitError
+from vllm_quads.plugin import runtime
+from vllm_quads.plugin.backends import ExpertsRequest, TorchExperts
+from vllm_quads.plugin.hopper import HopperExperts
+from vllm_quads.refit import as_engine
+
+
+class ArrangedReference(HopperExperts):
+    """Keeps weights as on a Hopper GPU, and multiplies with the reference."""
+
+    splits_auto = True
+
+    def forward(self, request: ExpertsRequest) -> Tensor:
+        assert self._moe is not None
+        reference = TorchExperts()
+        w13 = (*self.packed("w13_"), self._moe.w13_decode)
+        w2 = (*self.packed("w2_"), self._moe.w2_decode[:, 0])
+        reference.prepare(w13, w2, request.w13_site, request.w2_site)
+        return reference.forward(request)
+
+
+@pytest.fixture(scope="module")
+def other(make_tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The next policy, in BF16 and packed."""
+    source = make_tiny("qwen3_moe", seed=7)
+    packed = tmp_path_factory.mktemp("resident") / "q"
+    quantize_checkpoint(source, packed)
+    return {"bf16": source, "packed": packed}
+
+
+@pytest.fixture(scope="module")
+def expected(
+    tiny_qwen3_moe: Path, other: dict[str, Path], module_engine: Callable[..., Any]
+) -> dict[str, tuple[list[float], str]]:
+    """(scores, fingerprint) of an ordinary engine with the first and with the second policy."""
+    llm = module_engine(tiny_qwen3_moe)
+    first = scores(llm), as_engine(llm).fingerprint()
+    push(llm, tensors_of(other["packed"]), None)
+    return {"first": first, "second": (scores(llm), as_engine(llm).fingerprint())}
+
+
+@pytest.fixture(scope="module")
+def resident(tiny_qwen3_moe: Path) -> Iterator[Any]:
+    """The engine under test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "make_experts_backend", lambda device: ArrangedReference())
+        llm = start_engine(tiny_qwen3_moe, seed=3)
+    yield llm
+    stop_engine(llm)
+
+
+def storages(llm: Any) -> list[int]:
+    """Addresses of what the kernels read; the packed parameters beside them are empty."""
+    addresses = []
+    for layer in quads_layers(llm).values():
+        assert not layer.loader.is_open
+        assert all(
+            getattr(layer.layer, f"{p}_{s}").numel() == 0 for p in ("w13", "w2") for s in ("weight", "weight_scale")
+        )
+        addresses += [layer.backend.stored(prefix).data_ptr() for prefix in ("w13_", "w2_")]
+    return addresses
+
+
+@pytest.mark.parametrize("route", ["push", "push_experts", "load_weights", "reload_iterator", "reload_path"])
+@pytest.mark.parametrize("kind", ["bf16", "packed"])
+def test_every_route_changes_the_one_copy(
+    route: str, kind: str, resident: Any, other: dict[str, Path], expected: Any, tiny_qwen3_moe: Path
+) -> None:
+    """Pushes and vLLM's own routes write new weights where the kernels read them and leave no second copy; log-probs
+    and fingerprint, read back from there, are those of an engine that stores packed weights."""
+    before = storages(resident)
+    tensors = tensors_of(other[kind])
+    if route.startswith("push"):
+        push(resident, stacked(tensors) if route == "push" else tensors, expected["second"][1])
+    elif route == "load_weights":
+        resident.apply_model(lambda model: [model.load_weights([item]) for item in tensors.items()])
+    elif route == "reload_iterator":
+        resident.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
+    else:
+        resident.collective_rpc("reload_weights", kwargs={"weights_path": str(other[kind])})
+    assert scores(resident) == expected["second"][0]
+    assert as_engine(resident).fingerprint() == expected["second"][1]
+    assert storages(resident) == before
+    push(resident, stacked(tensors_of(tiny_qwen3_moe)), expected["first"][1])
+    assert scores(resident) == expected["first"][0]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "packed"])
+def test_rollback_of_the_one_copy(
+    kind: str, resident: Any, other: dict[str, Path], expected: Any, tiny_qwen3_moe: Path
+) -> None:
+    """A push that fails half-way, also right after one of vLLM's routes, leaves the bytes of before where they were."""
+    resident.apply_model(lambda model: model.load_weights(iter(tensors_of(tiny_qwen3_moe).items())))
+    engine, tensors = as_engine(resident), tensors_of(other[kind])
+    engine.begin(manifest(resident, tensors, None))
+    before = storages(resident)
+    engine.load(list(tensors.items())[: 2 * len(tensors) // 3])
+    with pytest.raises(RefitError, match="never sent; the previous weights keep serving"):
+        engine.commit()
+    assert storages(resident) == before
+    assert engine.fingerprint() == expected["first"][1]
+    assert scores(resident) == expected["first"][0]
