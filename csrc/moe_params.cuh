@@ -130,59 +130,56 @@ __device__ __forceinline__ float2 finish(float low, float high, float2 scale, fl
   return make_float2(x * router, y * router);
 }
 
-// The weight bytes of one unit (TILES row tiles, all of K), a ring stage of KG K blocks at a time. Within a stage: [groups of 4 row
-// tiles][KG][row tiles of the group] blocks.
+// The weight bytes of one unit (TILES row tiles, all of K), a ring stage of KG K blocks at a time. A stage is [KG][TILES] blocks; where
+// KG > 1 the unit lies within one group of row tiles (weights.cuh), otherwise in two at most.
 template <int TILES, int KG>
 struct WeightStream {
   static constexpr int kBytes = TILES * KG * kBlockBytes;  // of a stage
-  static constexpr int kGroups = TILES > kGroupTiles ? TILES / kGroupTiles : 1;
-  static_assert(kGroups <= 2, "");
+  static_assert(TILES % 2 == 0 && TILES <= 2 * kGroupTiles && (KG == 1 || TILES <= kGroupTiles), "");
 
   const uint8_t *source, *second;
-  int tiles, more;  // row tiles of the first group that belong to the unit, and of the second
-  int group_tiles;  // row tiles of the first group
+  int tiles, more;      // row tiles of the unit in its first group, and in the next
+  int stride, stride2;  // bytes of a K block of either group
 
   __device__ __forceinline__ WeightStream() {}
   // first_stage: stages left out.
   __device__ __forceinline__ WeightStream(const GemmArgs& p, int expert, int first_tile, int first_stage = 0) {
-    const int within = first_tile % kGroupTiles;
-    const WeightGroup group(p.weights, expert, p.row_tiles, p.kblocks, first_tile - within);
-    tiles = tiles_in_group(p.row_tiles, first_tile, 0);
-    more = kGroups > 1 ? tiles_in_group(p.row_tiles, first_tile, 1) : 0;
-    group_tiles = group.tiles;
-    source = group.blocks + within * kBlockBytes;
-    second = group.blocks + (int64_t)kGroupTiles * p.kblocks * kBlockBytes;
+    const int within = first_tile % kGroupTiles, group = first_tile - within;
+    tiles = tiles_of(p, first_tile);
+    more = KG == 1 ? min(TILES - tiles, p.row_tiles - first_tile - tiles) : 0;
+    const uint8_t* blocks = p.weights + ((int64_t)expert * p.row_tiles + group) * p.kblocks * kBlockBytes;
+    stride = min(kGroupTiles, p.row_tiles - group) * kBlockBytes;
+    stride2 = min(kGroupTiles, p.row_tiles - group - kGroupTiles) * kBlockBytes;
+    source = blocks + within * kBlockBytes;
+    second = blocks + (int64_t)kGroupTiles * p.kblocks * kBlockBytes;
     skip(first_stage);
   }
 
-  // Row tiles of a unit that lie in its group `index`, given the unit's first tile. Groups hold an even number of tiles.
-  static __device__ __forceinline__ int tiles_in_group(int row_tiles, int first_tile, int index) {
-    if (TILES >= kGroupTiles) return max(0, min(kGroupTiles, row_tiles - first_tile - kGroupTiles * index));
-    return min(TILES, row_tiles - first_tile);
+  // Row tiles of a unit in its first group. Groups hold an even number of tiles.
+  static __device__ __forceinline__ int tiles_of(const GemmArgs& p, int first_tile) {
+    return min(min(kGroupTiles - first_tile % kGroupTiles, TILES), p.row_tiles - first_tile);
   }
 
   // Offset of the block of row tile `tile` of the unit and K block `kg` of the stage.
   static __device__ __forceinline__ uint32_t offset(const GemmArgs& p, int first_tile, int tile, int kg) {
-    const int group = tile / kGroupTiles;
-    return (group * KG * kGroupTiles + kg * tiles_in_group(p.row_tiles, first_tile, group) + tile % kGroupTiles) * kBlockBytes;
+    return ((KG == 1 ? 0 : kg * tiles_of(p, first_tile)) + tile) * kBlockBytes;
   }
 
   __device__ __forceinline__ void skip(int stages) {
-    source += stages * KG * group_tiles * kBlockBytes;
-    second += stages * KG * more * kBlockBytes;
+    source += stages * KG * stride;
+    second += stages * stride2;
   }
 
   // Copy the next stage to `target`; `bar` counts its bytes.
   __device__ __forceinline__ void next(uint32_t target, uint32_t bar) {
     mbar_expect_tx(bar, (tiles + more) * KG * kBlockBytes);
-    if (TILES >= kGroupTiles) {
+    if (KG == 1 || TILES == kGroupTiles) {
       bulk_copy(target, source, tiles * KG * kBlockBytes, bar);
     } else {
 #pragma unroll 1
-      for (int i = 0; i < KG; ++i)
-        bulk_copy(target + i * tiles * kBlockBytes, source + i * group_tiles * kBlockBytes, tiles * kBlockBytes, bar);
+      for (int i = 0; i < KG; ++i) bulk_copy(target + i * tiles * kBlockBytes, source + i * stride, tiles * kBlockBytes, bar);
     }
-    if (kGroups > 1 && more > 0) bulk_copy(target + KG * kGroupTiles * kBlockBytes, second, more * KG * kBlockBytes, bar);
+    if (KG == 1 && more > 0) bulk_copy(target + tiles * kBlockBytes, second, more * kBlockBytes, bar);
     skip(1);
   }
 };

@@ -30,7 +30,9 @@ struct WgmmaShape {
   static constexpr int kMinStages = kLag + 2;
   // Registers: of each multiprocessor sub-partition's 16384, one warp of every warpgroup takes its share.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 56 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : 112;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : kConsumers == 3 ? 160 : 112;
+  static constexpr int kMinTokens = TOKENS > 64 ? 32 : 8;  // of the narrowest instruction
+  static __device__ constexpr int narrower(int width) { return width > 32 ? width - 16 : width - 8; }
   using Weights = WeightStream<kTiles, KG>;
 
   struct UnitMeta {
@@ -345,30 +347,22 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
     const int within = unit % units_per_segment, tile = within / p.splits * kTiles, split = within % p.splits;
     mbar_wait(bar.meta_full + 8 * meta_slot, meta_phase);
-#define QUADS_TOKENS(N) compute_unit<Shape, N, EPILOGUE, Out>(p, shift, l, bar, ring, smem, base, meta[meta_slot], tile, split, rg, kg)
     const int tokens = meta[meta_slot].segment.count;
-    if constexpr (Shape::TOKENS > 64) {
-      switch ((tokens - 1) / 16) {
-        case 0:
-        case 1: QUADS_TOKENS(32); break;
-        case 2: QUADS_TOKENS(48); break;
-        case 3: QUADS_TOKENS(64); break;
-        case 4: QUADS_TOKENS(80); break;
-        case 5: QUADS_TOKENS(96); break;
-        case 6: QUADS_TOKENS(112); break;
-        default: QUADS_TOKENS(128); break;
-      }
-    } else {
-      switch ((tokens - 1) / 8) {
-        case 0: QUADS_TOKENS(8); break;
-        case 1: QUADS_TOKENS(16); break;
-        case 2: QUADS_TOKENS(24); break;
-        case 3: QUADS_TOKENS(32); break;
-        case 4:
-        case 5: QUADS_TOKENS(48); break;
-        default: QUADS_TOKENS(64); break;
-      }
-    }
+    // The narrowest instruction that holds them; for many accumulators it does not pay to have the narrow ones too.
+#define QUADS_TOKENS(N)                                                                                                 \
+  if constexpr (N <= Shape::TOKENS && N >= Shape::kMinTokens)                                                           \
+    if (tokens <= N && (N == Shape::kMinTokens || tokens > Shape::narrower(N)))                                          \
+      compute_unit<Shape, N, EPILOGUE, Out>(p, shift, l, bar, ring, smem, base, meta[meta_slot], tile, split, rg, kg);
+    QUADS_TOKENS(8)
+    QUADS_TOKENS(16)
+    QUADS_TOKENS(24)
+    QUADS_TOKENS(32)
+    QUADS_TOKENS(48)
+    QUADS_TOKENS(64)
+    QUADS_TOKENS(80)
+    QUADS_TOKENS(96)
+    QUADS_TOKENS(112)
+    QUADS_TOKENS(128)
 #undef QUADS_TOKENS
     named_barrier(1 + rg, 128 * KG);
     if (threadIdx.x % 128 == 0) mbar_arrive(bar.meta_empty + 8 * meta_slot);

@@ -68,16 +68,6 @@ __device__ __forceinline__ void decode_word(uint32_t w, __half2 scales, const Sh
   a[3] = h2_bits(__hmul2(h2_from(a3), hi));
 }
 
-// First block of a group, and how many row tiles the group has.
-struct WeightGroup {
-  const uint8_t* blocks;
-  int tiles;
-  __device__ __forceinline__ WeightGroup(const uint8_t* weights, int expert, int row_tiles, int kblocks, int first_tile) {
-    blocks = weights + ((int64_t)expert * row_tiles + first_tile) * kblocks * kBlockBytes;
-    tiles = min(kGroupTiles, row_tiles - first_tile);
-  }
-};
-
 __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }

@@ -190,6 +190,8 @@ VARIANTS = {
     "batch-k4": both(Gemm.BATCH, 4, float32_partials=False),
     "batch-k1-cap8": both(Gemm.BATCH, capacity=8),
     "batch-k2-cap48": both(Gemm.BATCH, 2, capacity=48),
+    "wide": both(Gemm.WIDE),
+    "wide-cap40": both(Gemm.WIDE, capacity=40, early_weights=False),
     "prefill": both(Gemm.PREFILL, float32_partials=False),
     "mixed-splits": Tuning(gemm1=Gemm.BATCH, gemm2=Gemm.BATCH, splits=2),
     "prefill-cap64": both(Gemm.PREFILL, capacity=64),
@@ -274,7 +276,7 @@ def test_a_token_does_not_depend_on_its_batch() -> None:
     layer = Layer(8, 1024, 256)
     x = activations(48, 1024, torch.bfloat16).cuda()
     weights, ids = routing(48, 8, 4, 7)
-    for tuning in (both(Gemm.DECODE), both(Gemm.BATCH), both(Gemm.BATCH, 2), both(Gemm.PREFILL)):
+    for tuning in (*map(both, Gemm), both(Gemm.BATCH, 2)):
         whole = quads_moe(x, layer.prepared, weights, ids, tuning=tuning)
         for _ in range(3):
             assert torch.equal(whole, quads_moe(x, layer.prepared, weights, ids, tuning=tuning))

@@ -47,6 +47,7 @@ PLANS = [
     LinearPlan(GemmChoice(Gemm.BATCH, 1), 64),
     LinearPlan(GemmChoice(Gemm.BATCH, 2), 48, splits=2),
     LinearPlan(GemmChoice(Gemm.BATCH, 4), 32),
+    LinearPlan(GemmChoice(Gemm.WIDE), 96),
     LinearPlan(GemmChoice(Gemm.PREFILL), 128),
     LinearPlan(GemmChoice(Gemm.PREFILL), 64, splits=4),
 ]

@@ -43,6 +43,7 @@ def test_every_plan_fits(name: str) -> None:
             most = {
                 Gemm.DECODE: decode_capacity(-(-k // 256) * 256, choice.k_groups),
                 Gemm.BATCH: LIMITS.batch_capacity(choice.k_groups),
+                Gemm.WIDE: 96,
                 Gemm.PREFILL: 128,
             }[choice.gemm]
             assert 8 <= plan.capacity <= most

@@ -172,7 +172,8 @@ def library() -> ctypes.CDLL:
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     lib.quads_moe_decode.argtypes = [pointer, integer, integer, integer, integer, pointer]
     lib.quads_moe_batch.argtypes = [pointer, integer, integer, integer, integer, pointer]
-    lib.quads_moe_prefill.argtypes = [pointer, integer, integer, integer, pointer]
+    for name in ("quads_moe_wide", "quads_moe_prefill"):
+        getattr(lib, name).argtypes = [pointer, integer, integer, integer, pointer]
     lib.quads_moe_decode_capacity.argtypes = [integer, integer]
     lib.quads_moe_batch_capacity.argtypes = [integer]
     lib.quads_quantize.argtypes = [pointer, integer, integer, integer, pointer]

@@ -80,8 +80,9 @@ def cast_rows(x: Tensor, operand: Tensor, decode: Tensor, group: Tensor | None =
 def launch_gemm(args: GemmArgs, epilogue: int, dtype: int, choice: GemmChoice, early_weights: bool) -> None:
     """Launch one GEMM. early_weights: start to stream weights before the predecessor is complete."""
     lib, stream = _native.library(), _native.stream()
-    if choice.gemm is Gemm.PREFILL:
-        code = lib.quads_moe_prefill(ctypes.byref(args), epilogue, dtype, int(early_weights), stream)
+    if choice.gemm in (Gemm.WIDE, Gemm.PREFILL):
+        kernel = lib.quads_moe_wide if choice.gemm is Gemm.WIDE else lib.quads_moe_prefill
+        code = kernel(ctypes.byref(args), epilogue, dtype, int(early_weights), stream)
     else:
         kernel = lib.quads_moe_decode if choice.gemm is Gemm.DECODE else lib.quads_moe_batch
         code = kernel(ctypes.byref(args), epilogue, dtype, choice.k_groups, int(early_weights), stream)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which GEMM kernel runs where: decided from shapes alone, without a look at the device's data.
 
-Three kernels multiply packed weights with 16-bit tokens (see csrc/):
+Four kernels multiply packed weights with 16-bit tokens (see csrc/):
 
     decode    mma.sync, an expert's tokens stay in shared memory over the whole K: few tokens times K
     batch     wgmma, four warpgroups decode, tokens streamed along K: up to 64 tokens of an expert, any K
+    wide      wgmma, three warpgroups decode: up to 96 tokens of an expert, any K
     prefill   wgmma, two warpgroups with large accumulators: up to 128 tokens of an expert, any K
 
 Both GEMMs of a layer share one list of segments (an expert's tokens, cut into equal parts of at most `capacity`).
@@ -27,12 +28,13 @@ class Gemm(enum.Enum):
 
     DECODE = "decode"
     BATCH = "batch"
+    WIDE = "wide"
     PREFILL = "prefill"
 
 
 @dataclass(frozen=True)
 class GemmChoice:
-    """A kernel and how many of its consumers share rows and split K (1, 2 or 4; 1 for `PREFILL`)."""
+    """A kernel and how many of its consumers share rows and split K (1, 2 or 4; 1 for `WIDE` and `PREFILL`)."""
 
     gemm: Gemm
     k_groups: int = 1
@@ -73,8 +75,8 @@ class DeviceLimits:
     """K groups -> most tokens of a segment of the batch kernel."""
 
 
-PREFILL_CAPACITY = 128
-"""Most tokens of a segment of the prefill kernel."""
+FIXED_CAPACITY = {Gemm.WIDE: 96, Gemm.PREFILL: 128}
+"""Most tokens of a segment of the kernels that do not split K."""
 PREFILL_MEAN = 48.0
 """Mean tokens per expert above which the prefill kernel runs."""
 DECODE_MEAN = 24.0
@@ -104,7 +106,7 @@ def plan_layer(
     wanted = capacity or _multiple_of_8(min(float(shape.tokens), mean + 2.0 * math.sqrt(mean)))
     depths = (padded_k(shape.hidden), padded_k(shape.intermediate))
     rows = (padded_rows(2 * shape.intermediate), padded_rows(shape.hidden))
-    choices, room = [], PREFILL_CAPACITY
+    choices, room = [], FIXED_CAPACITY[Gemm.PREFILL]
     for gemm, groups, k, n in zip(gemms, k_groups, depths, rows, strict=True):
         small = groups or _k_groups(shape, limits, n)
         fits = limits.decode_capacity(k, small)
@@ -119,7 +121,7 @@ def plan_layer(
             choice = GemmChoice(gemm, groups or _k_groups(shape, limits, n))
             most = limits.batch_capacity(choice.k_groups)
         else:
-            choice, most = GemmChoice(gemm), PREFILL_CAPACITY
+            choice, most = GemmChoice(gemm), FIXED_CAPACITY[gemm]
         if most < 8:
             raise FormatError(f"{choice.gemm.value} GEMM: not even 8 tokens with K = {k} fit into shared memory")
         choices.append(choice)
@@ -127,7 +129,7 @@ def plan_layer(
     if capacity is not None and capacity > room:
         raise FormatError(f"capacity {capacity}: the chosen kernels have room for {room} tokens")
     if all(c.gemm is Gemm.PREFILL for c in choices) and capacity is None:
-        wanted = PREFILL_CAPACITY
+        wanted = FIXED_CAPACITY[Gemm.PREFILL]
     if splits is None:
         splits = _splits(shape, limits, choices[1], depths[1], rows[1])
     return LayerPlan(choices[0], choices[1], min(wanted, room), splits)
@@ -197,12 +199,12 @@ def plan_linear(shape: LinearShape, limits: DeviceLimits) -> LinearPlan:
         most = {
             Gemm.DECODE: limits.decode_capacity(k, groups),
             Gemm.BATCH: limits.batch_capacity(groups),
-            Gemm.PREFILL: PREFILL_CAPACITY if groups == 1 else 0,
+            **(FIXED_CAPACITY if groups == 1 else dict.fromkeys(FIXED_CAPACITY, 0)),
         }[gemm]
         if most < 8 or (splits > 1 and (gemm is Gemm.DECODE or k % (MIN_SPLIT_K // 2 * splits))):
             continue
         capacity = min(wanted, most)
-        unit_rows = 256 if gemm is Gemm.PREFILL else 512 // groups
+        unit_rows = {Gemm.WIDE: 384, Gemm.PREFILL: 256}.get(gemm, 512 // groups)
         units = -(-rows // unit_rows) * -(-shape.tokens // capacity) * splits
         # decoding bounds few tokens, the tensor cores many
         rate = min(WEIGHTS_A_CLOCK[gemm], MULTIPLICATIONS_A_CLOCK[gemm] / capacity)
@@ -217,9 +219,9 @@ def plan_linear(shape: LinearShape, limits: DeviceLimits) -> LinearPlan:
     return best[1]
 
 
-WEIGHTS_A_CLOCK = {Gemm.DECODE: 33.0, Gemm.BATCH: 30.0, Gemm.PREFILL: 20.0}
+WEIGHTS_A_CLOCK = {Gemm.DECODE: 33.0, Gemm.BATCH: 30.0, Gemm.WIDE: 25.0, Gemm.PREFILL: 20.0}
 """Weights that one multiprocessor decodes a clock."""
-MULTIPLICATIONS_A_CLOCK = {Gemm.DECODE: 1000.0, Gemm.BATCH: 2000.0, Gemm.PREFILL: 2400.0}
+MULTIPLICATIONS_A_CLOCK = {Gemm.DECODE: 1000.0, Gemm.BATCH: 2000.0, Gemm.WIDE: 2200.0, Gemm.PREFILL: 2400.0}
 """Weights times tokens that one multiprocessor multiplies a clock."""
 UNIT_CLOCKS = 2000.0
 """Start and epilogue of a unit."""
