@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Packed weights of a checkpoint to the prepared layout (weights.cuh) and back, at the speed of memory.
 //
-// A block takes bricks (16 rows) in turn, its warps consecutive K blocks of the same rows. Lane (g, t) holds k-step t of rows g and
-// g + 8 in the packed form (8 bytes of one row: the four lanes of a g read 32 bytes), and byte t of all four k-steps in the prepared
-// form; a 4x4 byte transpose among these four lanes, two shuffles a word, leads from one to the other. The words themselves are
-// linear over GF(2) in the codes: four table lookups by byte and three XORs, instead of some 50 bit operations.
+// A block takes bricks (16 rows) in turn, a warp four K blocks of one at a time: lane (g, t) reads or writes K block t of rows g and
+// g + 8 in the packed form (32 bytes of either row, 128 with its three neighbours), and owns byte t of every 32 bits of all four K
+// blocks in the prepared form; a 4x4 byte transpose among these four lanes, two shuffles a word, leads from one to the other. The
+// words themselves are linear over GF(2) in the codes: four table lookups by byte and three XORs, instead of some 50 bit operations.
 #include "arrange_math.cuh"
 #include "common.cuh"
 #include "moe_params.cuh"
@@ -25,7 +25,7 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
-constexpr int kBlocksPerSm = 9;
+constexpr int kBlocksPerSm = 7;
 
 // Source rows of brick rows g and g + 8; -1 for padding.
 __device__ __forceinline__ int2 source_rows(const ArrangeArgs& p, int tile, int brick, int g) {
@@ -63,74 +63,105 @@ __device__ __forceinline__ uint32_t contribution(int position, uint32_t byte) {
 
 __device__ __forceinline__ uint32_t byte_of(uint32_t x, int i) { return x >> 8 * i & 0xFFu; }
 
+// 32 bytes of codes and 4 of scales of one row and K block, as far as the row has them.
+__device__ __forceinline__ void load_row(const uint8_t* codes, const uint8_t* scales, int steps, bool wide, uint32_t (&x)[8], uint32_t& s) {
+  if (wide && steps >= 4) {
+    const uint4 a = __ldg(reinterpret_cast<const uint4*>(codes)), b = __ldg(reinterpret_cast<const uint4*>(codes) + 1);
+    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint2 v = i < steps ? __ldg(reinterpret_cast<const uint2*>(codes) + i) : make_uint2(0, 0);
+      x[2 * i] = v.x, x[2 * i + 1] = v.y;
+    }
+  }
+  s = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (i < steps) s |= e5m3_from_e4m3(__ldg(scales + i)) << 8 * i;
+}
+
+__device__ __forceinline__ void store_row(uint8_t* codes, uint8_t* scales, int steps, bool wide, const uint32_t (&x)[8], uint32_t s) {
+  if (wide && steps >= 4) {
+    reinterpret_cast<uint4*>(codes)[0] = make_uint4(x[0], x[1], x[2], x[3]);
+    reinterpret_cast<uint4*>(codes)[1] = make_uint4(x[4], x[5], x[6], x[7]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (i < steps) reinterpret_cast<uint2*>(codes)[i] = make_uint2(x[2 * i], x[2 * i + 1]);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (i < steps) scales[i] = (uint8_t)e4m3_from_e5m3(byte_of(s, i));
+}
+
 template <bool INVERSE>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm) arrange_kernel(const ArrangeArgs p) {
   __shared__ uint32_t table[4][256];
   for (int i = threadIdx.x; i < 1024; i += kThreads) table[i / 256][i % 256] = contribution<INVERSE>(i / 256, i % 256);
   __syncthreads();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
-  const int bricks = p.row_tiles * 4, steps = p.k / 16, code_row = p.k / 2;
+  const int bricks = p.row_tiles * 4, total_steps = p.k / 16;
+  const bool wide = p.k % 32 == 0;  // rows start at multiples of 16 bytes
   for (int64_t item = blockIdx.x; item < (int64_t)p.experts * bricks; item += gridDim.x) {
     const int expert = (int)(item / bricks), tile = (int)(item % bricks) / 4, brick = (int)(item % bricks) % 4;
     const int2 rows = source_rows(p, tile, brick, g);
-    const bool valid[2] = {rows.x >= 0, rows.y >= 0};
-    uint8_t* codes[2];
-    uint8_t* scales[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int64_t row = (int64_t)expert * p.rows + (valid[r] ? (r == 0 ? rows.x : rows.y) : 0);
-      codes[r] = p.codes + row * code_row;
-      scales[r] = p.scales + row * steps;
-    }
+    const int64_t row[2] = {(int64_t)expert * p.rows + rows.x, (int64_t)expert * p.rows + rows.y};
     const int first = tile / kGroupTiles * kGroupTiles, tiles = min(kGroupTiles, p.row_tiles - first);
-    uint8_t* const group = p.blocks + ((int64_t)expert * p.row_tiles + first) * p.kblocks * kBlockBytes;
-#pragma unroll 2
-    for (int kb = warp; kb < p.kblocks; kb += kWarps) {
-      uint8_t* const block = group + (int64_t)(kb * tiles + tile - first) * kBlockBytes;
-      uint4* const words_at = reinterpret_cast<uint4*>(block + brick * 512 + lane * 16);
-      // k-steps 0, 1 and 2, 3 share a scale word: lanes with t = 0, 1 and 2, 3
-      uint32_t* const scale_at = reinterpret_cast<uint32_t*>(block + kScaleOffset + brick * 64 + g * 8 + t / 2 * 4);
-      const int step = kb * 4 + t;
-      uint32_t x[2][2];  // [row half][k half]
+    uint8_t* const group = p.blocks + (((int64_t)expert * p.row_tiles + first) * p.kblocks + tile - first) * kBlockBytes;
+    for (int kb = warp * 4; kb < p.kblocks; kb += kWarps * 4) {
+      const int step = (kb + t) * 4;
+      const int steps[2] = {rows.x < 0 ? 0 : total_steps - step, rows.y < 0 ? 0 : total_steps - step};  // of this lane's K block
+      uint8_t* const own = group + (int64_t)(kb + t) * tiles * kBlockBytes + kScaleOffset + brick * 64 + g * 8;
+      uint32_t x[2][8], s[2];  // [row half][2 k-step + k half]
       if constexpr (!INVERSE) {
-        uint32_t s[2] = {0, 0};
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          uint2 v = make_uint2(0, 0);
-          if (valid[r] && step < steps) {
-            v = __ldg(reinterpret_cast<const uint2*>(codes[r] + step * 8));
-            s[r] = e5m3_from_e4m3(__ldg(scales[r] + step));
+        for (int r = 0; r < 2; ++r)
+          load_row(p.codes + row[r] * (p.k / 2) + step * 8, p.scales + row[r] * total_steps + step, steps[r], wide, x[r], s[r]);
+        *reinterpret_cast<uint2*>(own) =
+            make_uint2(encode_scales(byte_of(s[0], 0), byte_of(s[1], 0), byte_of(s[0], 1), byte_of(s[1], 1)),
+                       encode_scales(byte_of(s[0], 2), byte_of(s[1], 2), byte_of(s[0], 3), byte_of(s[1], 3)));
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+          for (int i = 0; i < 8; ++i) x[r][i] = transpose_bytes(x[r][i], t);  // byte j: of K block kb + j
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint4* const at = reinterpret_cast<uint4*>(group + (int64_t)(kb + j) * tiles * kBlockBytes + brick * 512) + lane;
+        if constexpr (!INVERSE) {
+          uint32_t words[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            words[i] = table[0][byte_of(x[0][2 * i], j)] ^ table[1][byte_of(x[1][2 * i], j)] ^
+                       table[2][byte_of(x[0][2 * i + 1], j)] ^ table[3][byte_of(x[1][2 * i + 1], j)];
+          *at = make_uint4(words[0], words[1], words[2], words[3]);
+        } else {
+          const uint4 raw = __ldg(at);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const uint32_t w = word_of(raw, i);
+            // register q at byte q
+            const uint32_t c = table[0][byte_of(w, 0)] ^ table[1][byte_of(w, 1)] ^ table[2][byte_of(w, 2)] ^ table[3][byte_of(w, 3)];
+#pragma unroll
+            for (int q = 0; q < 4; ++q) {
+              uint32_t& target = x[q & 1][2 * i + (q >> 1)];
+              target = (j == 0 ? 0 : target) | byte_of(c, q) << 8 * j;
+            }
           }
-          x[r][0] = transpose_bytes(v.x, t);
-          x[r][1] = transpose_bytes(v.y, t);
         }
-        uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          words[i] = table[0][byte_of(x[0][0], i)] ^ table[1][byte_of(x[1][0], i)] ^ table[2][byte_of(x[0][1], i)] ^
-                     table[3][byte_of(x[1][1], i)];
-        *words_at = make_uint4(words[0], words[1], words[2], words[3]);
-        const uint32_t odd_low = __shfl_down_sync(0xFFFFFFFFu, s[0], 1), odd_high = __shfl_down_sync(0xFFFFFFFFu, s[1], 1);
-        if (t % 2 == 0) *scale_at = encode_scales(s[0], s[1], odd_low, odd_high);
-      } else {
-        const uint4 raw = __ldg(words_at);
-        uint32_t s[4], c[4];  // c[i]: the codes of k-step i, register j at byte j
-        decode_scale_word(__ldg(scale_at), s);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const uint32_t w = word_of(raw, i);
-          c[i] = table[0][byte_of(w, 0)] ^ table[1][byte_of(w, 1)] ^ table[2][byte_of(w, 2)] ^ table[3][byte_of(w, 3)];
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {  // byte j of the four k-steps
-          const uint32_t low = __byte_perm(c[0], c[1], j | (j + 4) << 4), high = __byte_perm(c[2], c[3], j | (j + 4) << 4);
-          x[j & 1][j >> 1] = transpose_bytes(__byte_perm(low, high, 0x5410), t);
-        }
+      }
+      if constexpr (INVERSE) {
+        const uint2 words = __ldg(reinterpret_cast<const uint2*>(own));
+        uint32_t even[4], odd[4];
+        decode_scale_word(words.x, even);
+        decode_scale_word(words.y, odd);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          if (!valid[r] || step >= steps) continue;
-          *reinterpret_cast<uint2*>(codes[r] + step * 8) = make_uint2(x[r][0], x[r][1]);
-          scales[r][step] = (uint8_t)e4m3_from_e5m3(t & 1 ? s[2 + r] : s[r]);
+          s[r] = even[r] | even[2 + r] << 8 | odd[r] << 16 | odd[2 + r] << 24;
+#pragma unroll
+          for (int i = 0; i < 8; ++i) x[r][i] = transpose_bytes(x[r][i], t);
+          store_row(p.codes + row[r] * (p.k / 2) + step * 8, p.scales + row[r] * total_steps + step, steps[r], wide, x[r], s[r]);
         }
       }
     }
