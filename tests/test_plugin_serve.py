@@ -25,7 +25,7 @@ from torch import nn
 pytest.importorskip("vllm")
 
 from trainer_qat import RolloutSync, export_checkpoint
-from vllm_quads.nvfp4 import RefitError
+from vllm_quads.nvfp4 import Contract, RefitError
 from vllm_quads.refit import HttpEngine, as_engine
 
 OPTIONS = {"compensation": {"form": "rows"}}
@@ -107,7 +107,7 @@ def test_pushes_over_http(server: Server) -> None:
     assert server.metric("quads_refit_bytes_total", payload="packed") == 2 * report.bytes
     assert server.metric("quads_refit_bytes_total", payload="bf16") > report.bytes
     assert server.metric("quads_refit_seconds_count", phase="verify") == 3
-    assert _weight_info(server.url) in (None, "7")  # a route of vLLM 0.29 and newer
+    assert _weight_info(server.url) in (None, "7")  # a route of vLLM 0.27 and newer
 
 
 def _weight_info(url: str) -> str | None:
@@ -256,3 +256,33 @@ def test_calls_that_speak_another_protocol_are_refused(server: Server) -> None:
     server.trainer.load_state_dict(server.first)
     RolloutSync(server.trainer, server.url).push()
     assert server.scores() == server.fresh
+
+
+def test_trl_server_mode_pushes_over_http(server: Server, tmp_path: Path) -> None:
+    """GRPOTrainer with vllm_mode="server" samples from this server, and each of its policies reaches it through a
+    verified push: one fingerprint on both sides at every step."""
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    from datasets import Dataset
+    from test_integration_trl import Watch, config, reward
+    from transformers import PreTrainedTokenizerFast
+
+    from trainer_qat.integrations.trl import QuadsGRPOTrainer
+
+    assert issubclass(QuadsGRPOTrainer, trl.GRPOTrainer)
+    before = as_engine(server.url).policy_version()
+    trainer = QuadsGRPOTrainer(
+        str(server.model_path),
+        reward,
+        args=config(tmp_path, vllm_mode="server", vllm_server_base_url=server.url, max_steps=2),
+        train_dataset=Dataset.from_dict({"prompt": ["w5 w9 w12", "w3 w4"] * 4}),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(server.model_path, eos_token="w1", pad_token="w2"),
+        contract=Contract().merged(OPTIONS),
+    )
+    watch = Watch(trainer, server.url)
+    trainer.add_callback(watch)
+    trainer.train()
+    assert [(mine == theirs, version - before) for mine, theirs, version in watch.seen] == [(True, 1), (True, 2)]
+    assert watch.seen[0][0] != watch.seen[1][0]
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert len(lines) == 2
+    assert all(0 < line["quads/sampling_logp_difference/mean"] < 0.5 for line in lines)

@@ -130,7 +130,7 @@ class HttpControl:
         self._call("POST", "/finish_weight_update")
 
     def set_weight_version(self, version: str) -> None:
-        """`/update_weight_version`, which vLLM has since 0.29; before, the version is in `/metrics` alone."""
+        """`/update_weight_version`, which vLLM has since 0.27; before, the version is in `/metrics` alone."""
         try:
             self._call("POST", "/update_weight_version", {"new_version": version})
         except RefitError as e:

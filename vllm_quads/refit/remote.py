@@ -78,7 +78,7 @@ class Control(Protocol):
         """vLLM's `finish_weight_update`."""
 
     def set_weight_version(self, version: str) -> None:
-        """Label what is generated from now on, where vLLM can (0.29 and newer)."""
+        """Label what is generated from now on, where vLLM can (0.27 and newer)."""
 
     def pause(self, mode: str) -> None:
         """Stop scheduling; returns when no request is running."""
