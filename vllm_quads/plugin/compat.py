@@ -260,7 +260,7 @@ def nccl_engine_class() -> Any:
 
 
 def init_info(engine: Any, values: Mapping[str, Any]) -> Any:
-    """The engine's typed init info. Before 0.27 what concerns packing belongs to each update, later to the init."""
+    """The engine's typed init info. Before 0.28 what concerns packing belongs to each update, later to the init."""
     return engine.parse_init_info(_known(engine.init_info_cls, values))
 
 
@@ -296,7 +296,7 @@ def join_as_trainer(info: Mapping[str, Any]) -> Any:
 
 
 def broadcast_as_trainer(tensors: Iterator[tuple[str, Tensor]], group: Any, chunk_bytes: int) -> None:
-    """vLLM's packed broadcast from rank 0; before 0.27 it may still run when this returns."""
+    """vLLM's packed broadcast from rank 0; before 0.28 it may still run when this returns."""
     from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
     packed_nccl_broadcast_producer(
