@@ -355,11 +355,11 @@ def test_an_interrupt_is_rolled_back(
     kept = dict(loader._input_scales)
     original, calls = Unit.digest, []
 
-    def interrupted(self: Unit) -> Tensor:
+    def interrupted(self: Unit, *shards: Any) -> Tensor:
         calls.append(self)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return original(self)
+        return original(self, *shards)
 
     engine = as_engine(serving)
     engine.begin(manifest(serving, tensors, expected[other][1]))
