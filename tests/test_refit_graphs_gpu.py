@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refits under captured CUDA graphs, which replay old addresses: the new weights have to be at them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import start_engine, stop_engine
+from plugin_helpers import scores
+from torch import Tensor, nn
+
+pytest.importorskip("vllm")
+
+from trainer_qat import RolloutSync, export_checkpoint, prepare_qat
+from vllm_quads.nvfp4 import RefitError
+from vllm_quads.plugin.engine import VllmEngine
+from vllm_quads.refit import Rollback, as_engine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+GRAPHS: dict[str, Any] = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8]},
+    "gpu_memory_utilization": 0.1,
+}
+
+
+@pytest.fixture(scope="module")
+def source(make_tiny: Callable[..., Path]) -> Path:
+    """A model that the fused kernels take."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 256, "head_dim": 64}
+    return make_tiny("qwen3_moe", num_experts=8, **sizes)
+
+
+@pytest.fixture(scope="module")
+def served(source: Path) -> Iterator[Any]:
+    """The engine that is refitted."""
+    llm = start_engine(source, **GRAPHS)
+    yield llm
+    stop_engine(llm)
+
+
+def trainer(source: Path, seed: int) -> nn.Module:
+    """The model with other weights, prepared, on the GPU."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).cuda()
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=generator, device="cuda").mul_(0.1).to(p.dtype))
+    prepare_qat(model)
+    return model
+
+
+def test_pushes_under_graphs_equal_a_fresh_engine(
+    served: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After packed and BF16 pushes an engine with captured graphs has the log-probs of one that loads the export, bit
+    for bit; after a failed push with an undo log those of before; without one it refuses until the next push."""
+    first, second = trainer(source, 1), trainer(source, 2)
+    export_checkpoint(first, tmp_path / "out")
+    fresh = start_engine(tmp_path / "out", **GRAPHS)
+    expected, fingerprint = scores(fresh), as_engine(fresh).fingerprint()
+    stop_engine(fresh)
+    before = scores(served)
+    sync = RolloutSync(first, served)
+    for packed in (True, False, True):
+        report = sync.push(packed=packed)
+        assert report.fingerprint == fingerprint == as_engine(served).fingerprint()
+        assert scores(served) == expected != before
+        RolloutSync(second, served).push(packed=packed)
+        assert scores(served) != expected
+
+    sync.push()
+    load = VllmEngine.load
+
+    def dying(self: VllmEngine, stream: Any) -> None:
+        def half() -> Iterator[tuple[str, Tensor]]:
+            for i, item in enumerate(stream):
+                if i == 30:
+                    raise OSError("the trainer has died")
+                yield item
+
+        load(self, half())
+
+    for rollback in Rollback:
+        with monkeypatch.context() as patch:
+            patch.setattr(VllmEngine, "load", dying)
+            with pytest.raises(RefitError, match="the trainer has died"):
+                RolloutSync(second, served).push(rollback=rollback)
+        if rollback is Rollback.HOST:
+            assert scores(served) == expected
+            continue
+        for _ in range(2):
+            with pytest.raises(RefitError, match="this engine cannot serve"):
+                scores(served)
+    sync.push()
+    assert scores(served) == expected
