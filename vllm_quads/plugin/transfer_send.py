@@ -153,7 +153,9 @@ class NcclPlane:
             received = pool.submit(control.update, message)
             if received.done():
                 received.result()  # refused before NCCL was entered: nobody would answer the broadcast
-            compat.broadcast_as_trainer(iter(ordered), self._group, _ONE_CHUNK)
+            device = ordered[0][1].device  # a thread begins with the first GPU as its current one
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                compat.broadcast_as_trainer(iter(ordered), self._group, _ONE_CHUNK)
             received.result()
         finally:
             pool.shutdown(wait=False)  # after a failed broadcast the workers stay in NCCL: do not wait for them
