@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's GRPOTrainer with a QUADS rollout: a real run on CPU, in which both sides hold the same policy at every step."""
+"""TRL's GRPOTrainer with a QUADS rollout: a real run on CPU, in which both sides hold the same policy at every step.
+
+Its server mode is tested with the other tests of a server, in test_plugin_serve.py.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from typing import Any
 
 import pytest
 from conftest import stop_engine
-from serving_helpers import serving
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 pytest.importorskip("trl", reason="trl is not installed")
@@ -170,25 +172,14 @@ def test_compensation_follows_the_policy(make_trainer: Callable[..., Any], tmp_p
     assert any(bool(site.blocks.any()) for site in state.sites.values())
 
 
-@pytest.mark.slow
-def test_server_mode_pushes_over_http(policy: Path, tmp_path: Path) -> None:
-    """With vllm_mode="server", weights reach a plain `vllm serve` through a verified push; one whose log-probs are of
-    another distribution than the sampled one is refused."""
-    options = ("--enforce-eager", "--logprobs-mode", "processed_logprobs")
-    with serving(policy, tmp_path / "server.log", *options, VLLM_SERVER_DEV_MODE="1") as url:
-        args = config(tmp_path / "out", vllm_mode="server", vllm_server_base_url=url, max_steps=2)
-        data = Dataset.from_dict({"prompt": PROMPTS * 4})
-        trainer = QuadsGRPOTrainer(str(policy), reward, args=args, train_dataset=data)
-        watch = Watch(trainer, url)
-        trainer.add_callback(watch)
-        trainer.train()
-        assert [(mine == theirs, version) for mine, theirs, version in watch.seen] == [(True, 1), (True, 2)]
-        lines = [line for line in trainer.state.log_history if "loss" in line]
-        assert all(0 < line["quads/sampling_logp_difference/mean"] < 0.5 for line in lines)
-        client = trainer.vllm_generation.vllm_client
-        client.get_server_info = lambda: {"model_config": {"logprobs_mode": "raw_logprobs"}}
-        with pytest.raises(ContractError, match="--logprobs-mode raw_logprobs"):
-            integration.require_sampled_logprobs(client)
+def test_a_server_of_raw_logprobs_is_refused() -> None:
+    """vLLM's default log-probs are not those of the distribution that is sampled from: the remedy is named."""
+    info = {"model_config": {"logprobs_mode": "raw_logprobs"}}
+    client = SimpleNamespace(base_url="http://localhost:8000", get_server_info=lambda: info)
+    with pytest.raises(ContractError, match="start it with --logprobs-mode processed_logprobs"):
+        integration.require_sampled_logprobs(client)
+    info["model_config"]["logprobs_mode"] = "processed_logprobs"
+    integration.require_sampled_logprobs(client)
 
 
 def test_a_prepared_model_keeps_its_contract(policy: Path, tmp_path: Path) -> None:

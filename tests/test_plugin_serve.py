@@ -65,6 +65,7 @@ def server(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     log = directory / "server.log"
     # One request at a time: a CPU's matrix products may depend on the batch in their last bits.
     options = ("--enforce-eager", "--max-num-seqs", "1", "--additional-config", json.dumps({"quads": OPTIONS}))
+    options += ("--logprobs-mode", "processed_logprobs")  # greedy decoding gives the same under any mode
     with serving(model, log, *options, VLLM_SERVER_DEV_MODE="1") as url:
         yield Server(url, model, log, trainer(tiny_qwen3_moe, OPTIONS))
 
