@@ -21,6 +21,7 @@ pytest.importorskip("vllm")
 from vllm_quads.checkpoint import quantize_checkpoint
 from vllm_quads.compensation import CompensationState
 from vllm_quads.nvfp4 import Contract, ContractError, QuadsError, QuantizedSet, RefitError
+from vllm_quads.plugin.loading import PackedLoader
 from vllm_quads.plugin.undo import UndoLog
 from vllm_quads.plugin.units import Unit
 from vllm_quads.refit import EngineState, Manifest, RefitReport, Rollback, as_engine
@@ -108,6 +109,41 @@ def test_vllms_own_routes(
         serving.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
     assert scores(serving) == expected[other][0]
     assert as_engine(serving).fingerprint() == expected[other][1]
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "modelopt"])
+def test_vllms_reload_settles_layer_by_layer(
+    fmt: str, serving: Any, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's layerwise reload processes a layer as soon as its last tensor has come, so it buffers one layer; input
+    scales, which a checkpoint may or may not have, neither delay nor hasten that."""
+    path = other
+    if fmt != "bf16":
+        quantize_checkpoint(other, tmp_path / "q", format=fmt)
+        path = tmp_path / "q"
+    tensors = {n: t for n, t in tensors_of(path).items() if "input_scale" not in n}
+    experts = [n for n in tensors if ".experts." in n]
+    for scales in (False, True) if fmt == "modelopt" else (False,):
+        sent: list[str] = []
+        finished: list[int] = []
+        finish = PackedLoader.finish
+
+        def noting(self: PackedLoader, **options: Any) -> None:
+            finished.append(len(sent))  # noqa: B023
+            finish(self, **options)  # noqa: B023
+
+        def stream() -> Iterator[tuple[str, Tensor]]:
+            for name in sorted(experts):
+                if scales and name.endswith(".weight"):  # noqa: B023
+                    yield name.replace(".weight", ".input_scale"), torch.tensor(0.25)
+                sent.append(name)  # noqa: B023
+                yield name, tensors[name]
+            yield from ((n, t) for n, t in tensors.items() if n not in experts)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PackedLoader, "finish", noting)
+            serving.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
+        assert finished == [len(experts) // 2, len(experts)]
 
 
 def test_mixtral_router_is_refit(
@@ -284,6 +320,16 @@ def test_swapped_gate_and_up_are_named(serving: Any, other: Path, expected: Any,
     engine.begin(manifest(serving, tensors, None))
     engine.load(tensors.items())
     assert engine.commit(good.digests).verified
+
+
+def test_experts_that_vllm_rearranged_are_refused(
+    tiny_qwen3_moe: Path, other: Path, module_engine: Callable[..., Any]
+) -> None:
+    """Experts that stay in BF16 are refitted where vLLM reads them as they were loaded; on a CPU it reads a copy of its
+    own, which a refit does not reach: refused by name, instead of serving two policies."""
+    llm = module_engine(tiny_qwen3_moe, additional_config={"quads": {"keep_first_layers": 1}})
+    with pytest.raises(RefitError, match=r"layers\.0\.mlp\.experts\..*these experts stay in BF16.*for its CPU kernels"):
+        push(llm, tensors_of(other), None)
 
 
 def test_versions_only_grow(serving: Any, other: Path, expected: Any) -> None:

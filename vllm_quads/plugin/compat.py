@@ -186,6 +186,20 @@ def token_count(device: torch.device) -> Tensor | None:
     return last
 
 
+def awaits_placeholders() -> bool:
+    """True where vLLM's layerwise reload does not know `weight_loader_numel` (before 0.31)."""
+    from vllm.model_executor.model_loader.reload import utils
+
+    return not hasattr(utils, "get_tensor_load_numel")
+
+
+def rearranged_for(layer: Any) -> str | None:
+    """The kernels for which vLLM has rearranged a layer's BF16 experts after loading; None if it left them alone."""
+    backend = getattr(layer.quant_method, "unquantized_backend", None)
+    name = str(getattr(backend, "name", backend))
+    return None if name in ("TRITON", "BATCHED_TRITON") else name
+
+
 ABSORBED = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")
 """What multi-head latent attention derives from kv_b_proj after loading; newer vLLM keeps them as parameters."""
 

@@ -278,7 +278,9 @@ class QuadsConfig(QuantizationConfig):
     def make_loader(self, layer: nn.Module, groups: list[list[Matrix]]) -> PackedLoader:
         """The loader of a quantized layer."""
         frozen = self.contract.weight_global_scale is not WeightGlobalScale.LIVE
-        return PackedLoader(layer, groups, self.disk_name, frozen=frozen)
+        loader = PackedLoader(layer, groups, self.disk_name, frozen=frozen)
+        loader.awaits_placeholders = compat.awaits_placeholders()
+        return loader
 
     def disk_name(self, name: str) -> str:
         """How checkpoints of this model spell a canonical tensor name."""

@@ -100,6 +100,7 @@ class Inventory:
         """Tensor name -> shape of everything else."""
         self.owners: dict[str, nn.Parameter] = {}
         """The parameter that each of them is loaded into."""
+        self._rearranged: dict[str, str] = {}
         seen: set[int] = set()
         for name, module in model.named_modules():
             own = getattr(module, "quads", None)
@@ -110,6 +111,9 @@ class Inventory:
                     continue
                 seen.add(id(param))
                 tensors = _plain(name, module, leaf, tuple(param.shape))
+                kernels = compat.rearranged_for(module) if isinstance(module, RoutedExperts) else None
+                if kernels is not None:
+                    self._rearranged |= dict.fromkeys(tensors, kernels)
                 self.plain |= tensors
                 self.owners |= dict.fromkeys(tensors, param)
 
@@ -216,6 +220,12 @@ class Inventory:
                     f"{name}: is {spec.dtype}, but this weight is not quantized: expected BF16, FP16 or FP32"
                 )
             _require(name, shape, (expected,))
+            if key in self._rearranged:
+                raise RefitError(
+                    f"{name}: these experts stay in BF16, and vLLM has rearranged them for its {self._rearranged[key]} "
+                    f"kernels, where a refit does not reach them; quantize them as well, or (on a GPU) start with "
+                    f"moe_backend='triton'"
+                )
             keys.append(key)
         return tuple(k for k in keys if k in self.owners)
 

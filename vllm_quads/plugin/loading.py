@@ -117,6 +117,8 @@ class PackedLoader:
         self.on_complete: Callable[[], None] | None = None
         """Called when every matrix has been loaded anew since the last call."""
         self._renewed: set[str] = set()
+        self.awaits_placeholders = False
+        """True if vLLM's layerwise reload waits for every element, also of parameters that no checkpoint has."""
         self.kept_elsewhere: Callable[[str], tuple[Tensor, Tensor]] | None = None
         """Gives codes and block scales of a parameter prefix if they are kept outside of the parameters (`close`)."""
 
@@ -215,7 +217,11 @@ class PackedLoader:
                 status.complete = False
         rows, channels = matrix.local_n[1], matrix.local_k[1]
         codes, scales = rows * channels // 2, rows * channels // BLOCK_SIZE
-        count = codes + scales + 1 if quantize else {"codes": codes, "scales": scales}.get(_FIELD[role], 1)
+        fields = {"codes": codes, "scales": scales, "global": 1, "input": 0}
+        count = codes + scales + 1 if quantize else fields[_FIELD[role]]
+        if self.awaits_placeholders and (quantize or _FIELD[role] == "global"):
+            # This matrix's share of the placeholders, one per expert or part, and its input scale.
+            count += 1 + (len(ALIASES) if len(matrix.scalar) == 1 or matrix.scalar[1] == 0 else 0)
         torch.empty(count, device="meta").copy_(torch.empty(count, device="meta"))
 
     def _write(self, matrix: Matrix, role: Role, tensor: Tensor) -> None:
