@@ -238,6 +238,16 @@ def test_verl_rollout_is_asked_what_it_serves() -> None:
     assert foreign.asked == []
 
 
+def test_an_open_stream_leaves_the_gradient_mode_alone() -> None:
+    """A framework that stops reading half-way goes on training with gradients."""
+    model = qwen3()
+    prepare_qat(model)
+    iterator = iter(WeightStream(model))
+    _, tensor = next(iterator)
+    assert torch.is_grad_enabled()
+    assert not tensor.requires_grad
+
+
 def test_engine_arguments_hold_the_contract() -> None:
     """What verl and NeMo-RL hand to vLLM parses back to the contract."""
     contract = Contract().merged({"compensation": {"ratio": 0.5}, "ignore": ["*.layers.0.*"]})

@@ -122,28 +122,28 @@ class Payload:
         """A whole parameter, with what adapters add to it."""
         return self._adapters.merged(name, full)
 
+    @torch.no_grad()  # around each step: a `with` would stay in force in the caller while the iterator waits
     def items(self, *, packed: bool = True, quantized_only: bool = False) -> Iterator[Item]:
         """Every weight, layer by layer; with packed=False quantized weights come as BF16."""
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                weight = self._weights.get(name)
-                if self._adapters.adds(name) or (weight is None and quantized_only):
-                    continue
-                full = self._adapters.merged(name, full_tensor(parameter))
-                amax = self._amax(weight, full) if weight is not None and packed else {}
-                for disk, tensor in self.convert(name, full).items():
-                    canonical = canonical_name(disk)
-                    if canonical not in self.quantized:
-                        yield Item(disk, _plain(tensor), False)
-                    elif packed:
-                        value = PackedTensor.quantize(tensor, amax=amax[scale_group(canonical)], name=canonical)
-                        yield Item(disk, value, True)
-                    else:
-                        yield Item(disk, tensor.to(torch.bfloat16).contiguous(), True)
-            if not quantized_only:
-                for name, buffer in self.buffers():
-                    for disk, tensor in self.convert(name, full_tensor(buffer)).items():
-                        yield Item(disk, tensor.contiguous(), False)
+        for name, parameter in self.model.named_parameters():
+            weight = self._weights.get(name)
+            if self._adapters.adds(name) or (weight is None and quantized_only):
+                continue
+            full = self._adapters.merged(name, full_tensor(parameter))
+            amax = self._amax(weight, full) if weight is not None and packed else {}
+            for disk, tensor in self.convert(name, full).items():
+                canonical = canonical_name(disk)
+                if canonical not in self.quantized:
+                    yield Item(disk, _plain(tensor), False)
+                elif packed:
+                    value = PackedTensor.quantize(tensor, amax=amax[scale_group(canonical)], name=canonical)
+                    yield Item(disk, value, True)
+                else:
+                    yield Item(disk, tensor.to(torch.bfloat16).contiguous(), True)
+        if not quantized_only:
+            for name, buffer in self.buffers():
+                for disk, tensor in self.convert(name, full_tensor(buffer)).items():
+                    yield Item(disk, tensor.contiguous(), False)
 
     def specs(self, *, packed: bool = True) -> dict[str, TensorSpec]:
         """Shape and dtype of every tensor that `items` will give, by name; computes and gathers nothing.
