@@ -159,6 +159,22 @@ def test_while_asleep_at_level_2_nothing_is_answered(shared: tuple[Any, Any]) ->
     assert scores(llm) == values
 
 
+@pytest.mark.parametrize(
+    ("quantization", "backend", "said"), [("fp8", None, "quantization 'fp8'"), ("quads", "nccl", "backend 'nccl'")]
+)
+def test_other_engines_are_not_asked(quantization: str, backend: str | None, said: str) -> None:
+    """An engine of another quantization, or with another transfer backend, is refused before its workers hear of it."""
+    transfer = None if backend is None else SimpleNamespace(backend=backend)
+    config = SimpleNamespace(model_config=SimpleNamespace(quantization=quantization), weight_transfer_config=transfer)
+
+    class Engine:
+        llm_engine = SimpleNamespace(vllm_config=config)
+
+    llm = Engine()
+    with pytest.raises(RefitError, match=said):
+        LlmEngine(llm).status()
+
+
 def _bytes(tensors: dict[str, Tensor]) -> bytes:
     from safetensors.torch import save
 

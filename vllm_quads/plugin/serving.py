@@ -33,6 +33,7 @@ class LlmControl:
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """`collective_rpc`."""
+        _require_quads(self.label, self._llm.llm_engine.vllm_config)
         try:
             return list(self._llm.collective_rpc(method, args=args))
         except Exception as e:
@@ -145,6 +146,7 @@ class AsyncControl:
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """`collective_rpc`."""
+        _require_quads(self.label, self._llm.vllm_config)
         return list(self._run(method, self._llm.collective_rpc, method, args=args))
 
     def init(self, info: Mapping[str, Any]) -> None:
@@ -225,6 +227,19 @@ class AsyncEngine(RemoteEngine):
         """data: as for `LlmEngine`; loop: that the engine runs in (None finds it); timeout: seconds for one answer."""
         control = AsyncControl(llm, loop, timeout)
         super().__init__(control, _plane(data, control), in_flight)
+
+
+def _require_quads(label: str, vllm_config: Any) -> None:
+    """Raise RefitError before workers are asked something that they would fail at (see `transfer`)."""
+    quantization = vllm_config.model_config.quantization
+    if quantization != "quads":
+        raise RefitError(f'{label}: serves quantization {quantization!r}; start it with quantization="quads"')
+    transfer = vllm_config.weight_transfer_config
+    if transfer is not None and transfer.backend != "quads":
+        raise RefitError(
+            f"{label}: was started with the weight-transfer backend {transfer.backend!r}; leave weight_transfer_config "
+            f"out, or set its backend to 'quads'"
+        )
 
 
 def _plane(data: DataPlane | str, control: LlmControl | AsyncControl) -> DataPlane:
