@@ -373,6 +373,8 @@ def test_engines_differ_in_their_quantization_only() -> None:
     options = serving.engine_options(serving.ServeOptions(sequences=(4, 32)))
     assert options["compilation_config"] == {"cudagraph_capture_sizes": [1, 4, 8, 32]}
     assert options["max_num_seqs"] == 32
+    graphs = serving.engine_options(serving.ServeOptions(compile=False))["compilation_config"]
+    assert (graphs["mode"], graphs["cudagraph_mode"]) == (0, "FULL_DECODE_ONLY")
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp8-block", "nvfp4"])

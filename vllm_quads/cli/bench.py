@@ -170,6 +170,7 @@ def serve(
                 repeats=repeats,
                 together=together,
                 kv_gib=kv_gib,
+                compile=compile,
                 timeout=timeout,
                 logs=logs,
                 count_experts=count_experts,
