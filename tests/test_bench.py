@@ -339,7 +339,19 @@ def test_impossible_wishes(arguments: list[str], says: str) -> None:
     [
         ("moe", ["--shape", "--experts", "--tokens", "--no-peers", "--no-check", "--repeats", "--out", "--json"]),
         ("quantize", ["--rows", "--channels", "--repeats", "--out", "--json"]),
-        ("serve", ["--engines", "--sequences", "--layers", "--routing", "--weights", "--together", "--kv-gib"]),
+        (
+            "serve",
+            [
+                "--engines",
+                "--sequences",
+                "--layers",
+                "--routing",
+                "--weights",
+                "--together",
+                "--kv-gib",
+                "--no-compile",
+            ],
+        ),
         ("logprobs", ["--record", "--against", "--prompts", "--max-tokens"]),
         ("show", ["--out", "--json"]),
     ],

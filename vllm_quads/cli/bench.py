@@ -138,6 +138,13 @@ def serve(
         typer.Option("--together", help="Start as many engines as fit side by side; they generate in turn."),
     ] = False,
     kv_gib: Annotated[float, typer.Option(min=0.1, help="KV cache of each engine with --together.")] = 10.0,
+    torch_compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile/--no-compile",
+            help="vLLM's torch.compile. Without it engines start sooner; decode is in CUDA graphs anyway.",
+        ),
+    ] = True,
     timeout: Annotated[
         float, typer.Option(min=1, help="Seconds that an engine may take to start, or to answer.")
     ] = 900,
@@ -170,7 +177,7 @@ def serve(
                 repeats=repeats,
                 together=together,
                 kv_gib=kv_gib,
-                compile=compile,
+                compile=torch_compile,
                 timeout=timeout,
                 logs=logs,
                 count_experts=count_experts,
