@@ -60,12 +60,16 @@ def test_plans_follow_the_number_of_tokens() -> None:
     plans = {m: plan_layer(LayerShape(m, top_k, experts, experts, hidden, inter), LIMITS) for m in TOKENS}
     assert plans[1].first == GemmChoice(Gemm.DECODE, 4)
     assert plans[64].first == plans[64].second == GemmChoice(Gemm.DECODE, 1)
-    assert plans[4096].first == GemmChoice(Gemm.PREFILL)
-    assert plans[4096].capacity == 128
+    assert plans[256].first == GemmChoice(Gemm.BATCH)
+    assert plans[4096].first == plans[4096].second == GemmChoice(Gemm.WIDE)
+    assert plans[4096].capacity == 96
     mixtral = plan_layer(LayerShape(1, 2, 8, 8, 4096, 14336), LIMITS)
     assert mixtral.first.gemm is Gemm.DECODE
     assert mixtral.second.gemm is Gemm.BATCH
     assert mixtral.second.k_groups > 1  # 2 experts x 4096 rows would leave most multiprocessors idle
+    assert mixtral.splits > 1
+    # 8 experts x 4096 rows are 88 units of 384 rows, but 128 of 256
+    assert plan_layer(LayerShape(256, 2, 8, 8, 4096, 14336), LIMITS).second.gemm is Gemm.PREFILL
 
 
 def test_experts_elsewhere_do_not_change_an_experts_share() -> None:

@@ -77,14 +77,18 @@ class DeviceLimits:
 
 FIXED_CAPACITY = {Gemm.WIDE: 96, Gemm.PREFILL: 128}
 """Most tokens of a segment of the kernels that do not split K."""
-PREFILL_MEAN = 48.0
-"""Mean tokens per expert above which the prefill kernel runs."""
-DECODE_MEAN = 24.0
+BATCH_MEAN = 48.0
+"""Mean tokens per expert up to which the batch kernel runs; beyond, wide or prefill."""
+DECODE_MEAN = 10.0
 """Mean tokens per expert up to which the decode kernel runs where an expert's tokens fit."""
 MIN_SPLIT_K = 1024
 """Shortest K that a split of the second GEMM is worth."""
-SPLIT_COST = 0.07
-"""Relative cost of splitting K in two among the consumers."""
+DECODE_SPLIT_COST = 0.07
+"""Relative cost of splitting K in two among the consumers of the decode kernel."""
+BATCH_SPLIT_COST = 330.0
+"""The same of the batch kernel, times K: its sum takes as long for a short K."""
+PREFILL_COST = 1.13
+"""Time of the prefill kernel for a weight row, relative to the wide one."""
 
 
 def plan_layer(
@@ -108,17 +112,17 @@ def plan_layer(
     rows = (padded_rows(2 * shape.intermediate), padded_rows(shape.hidden))
     choices, room = [], FIXED_CAPACITY[Gemm.PREFILL]
     for gemm, groups, k, n in zip(gemms, k_groups, depths, rows, strict=True):
-        small = groups or _k_groups(shape, limits, n)
+        small = groups or _k_groups(shape, limits, n, DECODE_SPLIT_COST)
         fits = limits.decode_capacity(k, small)
         if gemm is None:
-            if mean > PREFILL_MEAN:
-                gemm = Gemm.PREFILL
+            if mean > BATCH_MEAN:
+                gemm = _wide_or_prefill(shape, limits, n)
             else:
                 gemm = Gemm.DECODE if mean <= DECODE_MEAN and fits >= min(wanted, 32) else Gemm.BATCH
         if gemm is Gemm.DECODE:
             choice, most = GemmChoice(gemm, small), fits
         elif gemm is Gemm.BATCH:
-            choice = GemmChoice(gemm, groups or _k_groups(shape, limits, n))
+            choice = GemmChoice(gemm, groups or _k_groups(shape, limits, n, BATCH_SPLIT_COST / k))
             most = limits.batch_capacity(choice.k_groups)
         else:
             choice, most = GemmChoice(gemm), FIXED_CAPACITY[gemm]
@@ -128,8 +132,8 @@ def plan_layer(
         room = min(room, most)
     if capacity is not None and capacity > room:
         raise FormatError(f"capacity {capacity}: the chosen kernels have room for {room} tokens")
-    if all(c.gemm is Gemm.PREFILL for c in choices) and capacity is None:
-        wanted = FIXED_CAPACITY[Gemm.PREFILL]
+    if all(c.gemm in FIXED_CAPACITY for c in choices) and capacity is None:
+        wanted = FIXED_CAPACITY[Gemm.PREFILL]  # all the room there is: fewer parts
     if splits is None:
         splits = _splits(shape, limits, choices[1], depths[1], rows[1])
     return LayerPlan(choices[0], choices[1], min(wanted, room), splits)
@@ -151,16 +155,27 @@ def _experts_hit(shape: LayerShape) -> float:
     return shape.local_experts * (1.0 - max(0.0, 1.0 - shape.top_k / shape.global_experts) ** shape.tokens)
 
 
-def _k_groups(shape: LayerShape, limits: DeviceLimits, rows: int) -> int:
-    """K groups: smaller units where they fill the multiprocessors better."""
-    hit = _experts_hit(shape)
+def _k_groups(shape: LayerShape, limits: DeviceLimits, rows: int, split_cost: float) -> int:
+    """K groups: smaller units where they fill the multiprocessors better. split_cost: see the constants."""
     best, cheapest = 1, math.inf
     for groups in (1, 2, 4):
-        units = hit * -(-rows * groups // 512)
-        cost = math.ceil(units / limits.multiprocessors) / groups * (1.0 + SPLIT_COST * math.log2(groups))
+        units = _experts_hit(shape) * -(-rows * groups // 512)
+        cost = math.ceil(units / limits.multiprocessors) / groups * (1.0 + split_cost * math.log2(groups))
         if cost < cheapest:
             best, cheapest = groups, cost
     return best
+
+
+def _wide_or_prefill(shape: LayerShape, limits: DeviceLimits, rows: int) -> Gemm:
+    """The one whose units fill the multiprocessors better."""
+    mean = shape.tokens * shape.top_k / shape.global_experts
+
+    def cost(unit_rows: int, capacity: int) -> float:
+        units = _experts_hit(shape) * max(1.0, mean / capacity) * -(-rows // unit_rows)
+        return math.ceil(units / limits.multiprocessors) * unit_rows * min(mean, capacity)
+
+    wide, prefill = cost(384, FIXED_CAPACITY[Gemm.WIDE]), cost(256, FIXED_CAPACITY[Gemm.PREFILL])
+    return Gemm.WIDE if wide <= PREFILL_COST * prefill else Gemm.PREFILL
 
 
 def _multiple_of_8(tokens: float) -> int:
@@ -209,7 +224,7 @@ def plan_linear(shape: LinearShape, limits: DeviceLimits) -> LinearPlan:
         # decoding bounds few tokens, the tensor cores many
         rate = min(WEIGHTS_A_CLOCK[gemm], MULTIPLICATIONS_A_CLOCK[gemm] / capacity)
         waves = -(-units // limits.multiprocessors)
-        cost = waves * (unit_rows * k / splits / rate + UNIT_CLOCKS * (1.0 + SPLIT_COST * groups))
+        cost = waves * (unit_rows * k / splits / rate + UNIT_CLOCKS * (1.0 + DECODE_SPLIT_COST * groups))
         if splits > 1:
             cost += SUM_CLOCKS + shape.tokens * rows * splits * 8 / BYTES_A_CLOCK
         if best is None or cost < best[0]:
