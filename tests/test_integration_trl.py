@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from conftest import stop_engine
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -170,6 +171,28 @@ def test_compensation_follows_the_policy(make_trainer: Callable[..., Any], tmp_p
     assert state.sensitivities
     assert state.sensitivities.keys() == state.sites.keys()
     assert any(bool(site.blocks.any()) for site in state.sites.values())
+
+
+def test_lora_beside_quantized_experts(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    """TRL's `peft_config` on attention: the quantized experts stay, and the rollout has the merged adapters."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    adapters = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=8, lora_alpha=64)
+    trainer = make_trainer(args=config(tmp_path, max_steps=3), peft_config=adapters)
+    watch = Watch(trainer, trainer.vllm_generation.llm)
+    trainer.add_callback(watch)
+    trainer.train()
+    assert len({(mine, theirs) for mine, theirs, _ in watch.seen}) == 1
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert all(0 < line["quads/sampling_logp_difference/mean"] < 0.2 for line in lines)
+    trainer.vllm_generation.sync_weights()
+    served = dict(trainer.vllm_generation.llm.apply_model(lambda m: list(m.named_parameters()))[0])
+    attention = trainer.model.base_model.model.model.layers[0].self_attn
+    merged = attention.q_proj.base_layer.weight + attention.q_proj.get_delta_weight("default")
+    rows = merged.shape[0]
+    qkv = served["model.layers.0.self_attn.qkv_proj.weight"]
+    mine = merged.detach().to(qkv.dtype)
+    assert torch.equal(qkv[:rows] if qkv.shape[1] == mine.shape[1] else qkv.T[:rows], mine)
+    assert not torch.equal(mine, attention.q_proj.base_layer.weight)
 
 
 def test_a_server_of_raw_logprobs_is_refused() -> None:
