@@ -61,7 +61,7 @@ def arms_of(bench: StepBench, steps: int) -> list[Arm]:
     arms = []
     for name, context in kinds.items():
         with context:
-            arms.append(bench.measure(name, steps))
+            arms.append(bench.measure(name, steps, warm_up=1 if arms else 2))
             say(_line(arms[-1]))
     again = bench.measure(BASELINE, steps, warm_up=1)
     say(_line(again), "(again)")
@@ -158,14 +158,13 @@ def main() -> None:
     bench = StepBench.build(layers, tokens[0], args.micro_batches, wrap=wrap)
     say(f"{layers} layers, {bench.quantized_bytes / 2**30:.2f} GiB of routed experts in BF16, {ranks} ranks")
     table = Table(bench, args.out, {"layers": layers, "ranks": ranks, "micro_batches": args.micro_batches})
-    for count in tokens:
+    for i, count in enumerate(tokens):
         bench.set_batches(count, args.micro_batches)
         table.add(count, arms_of(bench, args.steps))
         table.save()
-    if not args.no_peers:
-        bench.set_batches(tokens[0], args.micro_batches)
-        table.add(tokens[0], peers_of(bench, 1))
-        table.save()
+        if i == 0 and not args.no_peers:
+            table.add(count, peers_of(bench, 1))
+            table.save()
     if ranks > 1:
         torch.distributed.destroy_process_group()
 

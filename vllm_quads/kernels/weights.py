@@ -33,6 +33,7 @@ _BLOCKS = 128
 """Blocks of 16 weights in a tile."""
 _WARPS = 4
 _PROGRAMS_PER_SM = 32
+_GUARDED_SHARE = 8
 _DIGEST_TILE = (32, 32)
 _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -349,7 +350,9 @@ def _quantize(triton: ModuleType, weight: _Operand, amax: Tensor, out: _Outputs,
 def _launch(kernel: Any, geometry: _Geometry, matrices: int, *args: Any, **options: Any) -> None:
     device = args[0].device
     tiles = -(-geometry.blocks // _BLOCKS)
-    programs = max(1, min(tiles, -(-_programs(device) // matrices)))
+    # A guarded kernel has nothing to do as a rule, so it starts fewer programs.
+    wanted = _programs(device) // (_GUARDED_SHARE if options.get("GUARDED") else 1)
+    programs = max(1, min(tiles, -(-wanted // matrices)))
     with _on(device):
         # Without fusion every operation is rounded once, as in the reference.
         kernel[(programs, matrices)](*args, **options, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False)

@@ -13,11 +13,16 @@ which these kernels are checked on a CPU, rounds those casts differently from ha
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 
 CLASSES = 16
 """Classes of tiles with a checksum of their own."""
+
+
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
@@ -56,10 +61,14 @@ def _halves(words, DTYPE: tl.constexpr):
 @triton.jit
 def _word(low, high, DTYPE: tl.constexpr):
     """Two float32 values rounded to the dtype, in one word."""
-    if DTYPE == 0:
+    if DTYPE == 0 and _INTERPRETED:
         a = _round_bf16(low).to(tl.int32, bitcast=True)
         b = _round_bf16(high).to(tl.int32, bitcast=True)
         return ((a >> 16) & 0xFFFF) | b
+    elif DTYPE == 0:
+        a = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+        b = high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+        return (a & 0xFFFF) | (b << 16)
     elif DTYPE == 1:
         a = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
         b = high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
@@ -360,7 +369,9 @@ def dequantize_kernel(
         block = tile * BLOCKS + lane
         valid = block < blocks
         inside = valid[:, None]
-        byte = tl.load(codes + _place(block, per_row, c_row, 8, FLAT)[:, None] + j, mask=inside, other=0).to(tl.int32)
+        # Four bytes a thread, as many as the words that it stores: no exchange between threads.
+        at = tl.max_contiguous(_place(block, per_row, c_row, 8, FLAT)[:, None] + j, (1, 4))
+        byte = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
         scale = tl.load(scales + _place(block, per_row, s_row, 1, FLAT), mask=valid, other=0).to(tl.int32)
         # Negative scales exist in foreign files only; their sign counts all the same.
         s = _signed(_e4m3_value(scale & 0x7F), (scale << 24).to(tl.float32, bitcast=True), -2147483648)[:, None]
