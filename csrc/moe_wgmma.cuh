@@ -25,8 +25,9 @@ struct WgmmaShape {
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kTiles = RT * RG;  // row tiles of a unit
   static constexpr int kMaxStages = 12;
-  static constexpr int kMetaBuffers = 2;
   static constexpr int kLag = 3;  // stages a producer's cp.async groups stay in flight
+  // A unit may have a single stage, which arrives kLag stages later: so many units the producer has to be ahead.
+  static constexpr int kMetaBuffers = kLag + 1;
   static constexpr int kMinStages = kLag + 2;
   // Registers: of each multiprocessor sub-partition's 16384, one warp of every warpgroup takes its share.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 56 : 32;
