@@ -131,6 +131,40 @@ QUADS_HD uint32_t e4m3_byte(float x) {
 #endif
 }
 
+// 1 / d for 2^-100 < d < 2^100: the steps of the rounded reciprocal without those for the ends of the range.
+QUADS_HD float reciprocal(float d) {
+#ifdef __CUDA_ARCH__
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
+  return fma_rn(r, fma_rn(-d, r, 1.0f), r);
+#else
+  return 1.0f / d;
+#endif
+}
+
+// What is the same for all blocks of a row: g * f32(1/6), 1 / g, and the smallest sf for which the quick path is taken.
+struct RowScale {
+  float sixth, decode, least;
+};
+
+// Quick path: block scales of 2^-7 to 448, which rounding moves by no more than 1/8, times a decode scale with which neither
+// their product, its reciprocal nor a squared error leaves the range of normal numbers.
+QUADS_HD RowScale row_scale(float g) {
+  RowScale r;
+  r.sixth = mul_rn(g, kOneSixth);
+  r.least = 3.0e38f;
+  if (g >= 9.0949470e-13f && g <= 1.0995116e12f) {  // 2^-40, 2^40
+    r.decode = reciprocal(g);
+    r.least = 0.0078125f;
+  } else {
+    r.decode = div_rn(1.0f, g);
+  }
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+f"(r.decode), "+f"(r.least));  // or the compiler computes them again wherever they are used
+#endif
+  return r;
+}
+
 // Scale byte, its value s and d = s * decode, the step of a block's grid.
 struct BlockScale {
   uint32_t byte;
@@ -146,21 +180,37 @@ QUADS_HD BlockScale block_scale(float sf, float decode) {
   return b;
 }
 
+// The scales of two sf > 0 at once.
+QUADS_HD void two_block_scales(float sf, float sf2, float decode, BlockScale& a, BlockScale& b) {
+#ifdef __CUDA_ARCH__
+  const uint32_t pair = __nv_cvt_float2_to_fp8x2(make_float2(sf, sf2), __NV_SATFINITE, __NV_E4M3);
+  const float2 s = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)pair, __NV_E4M3)));
+  a.byte = pair & 0xFFu;
+  b.byte = pair >> 8;
+  a.s = s.x;
+  b.s = s.y;
+  a.d = mul_rn(a.s, decode);
+  b.d = mul_rn(b.s, decode);
+#else
+  a = block_scale(sf, decode);
+  b = block_scale(sf2, decode);
+#endif
+}
+
 // o = min(1 / d, FLT_MAX), what a block is multiplied with.
 QUADS_HD float multiplier(float d) {
   const float o = rcp_rn(d);
   return o > kFltMax ? kFltMax : o;
 }
 
-// 1 / d for kSmallest <= d <= kLargest: the steps of the rounded reciprocal without those for the ends of the range.
-constexpr float kSmallest = 8.8817842e-16f, kLargest = 1.1258999e15f;  // 2^-50, 2^50
-QUADS_HD float reciprocal(float d) {
+// sqrt(x) to a few units in the last place.
+QUADS_HD float square_root(float x) {
 #ifdef __CUDA_ARCH__
   float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
-  return fma_rn(r, fma_rn(-d, r, 1.0f), r);
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
 #else
-  return 1.0f / d;
+  return std::sqrt(x);
 #endif
 }
 
@@ -176,7 +226,7 @@ QUADS_HD float amax16(const float (&x)[16]) {
   return m[0];
 }
 
-// sf = m * (g * f32(1/6)), NaN for a block that is not finite; sixth = g * f32(1/6).
+// sf = m * (g * f32(1/6)), NaN for a block that is not finite.
 QUADS_HD float scale_factor(float m, float sixth) {
   return mul_rn(m <= kFltMax ? m : from_bits(0x7FC00000u), sixth);
 }
@@ -205,37 +255,29 @@ QUADS_HD float encode_block(const float (&x)[16], const BlockScale& b, float dec
   return block_error(r);
 }
 
-// Margin of the quick choice between the two scales, see `quantize_block`.
-constexpr float kMargin = 1.52587890625e-05f;  // 2^-16
-
 // Main quantization of a block with amax m: its scale and the E2M1 magnitudes q; signs are those of x.
 // FOUR: choose between mapping m to 6 and to 4, by squared error, 6 at a tie.
 //
-// The squared errors are d^2 S with S the sum of (|x| o - q)^2, which takes two operations an element. With u = 2^-24 the reference's
-// residuals differ from d (|x| o - q) by less than 29 u d (|x| o and q are below 7, each operation rounds once), hence
-// its error from d^2 S by less than 232 u d^2 sqrt(S) + 20 u d^2 S, hence by less than 2^-16 d^2 (1 + S). Only where the two
-// are nearer to each other than the sum of these bounds, and for scales so small or large that float32 could lose bits,
-// are both errors computed as the reference does.
+// The squared errors are d^2 S with S the sum of (|x| o - q)^2, which takes two operations an element. With u = 2^-24 the
+// reference's residuals differ from d (|x| o - q) by less than 29 u d (|x| o and q are below 7, each operation rounds
+// once), hence its error from d^2 S by less than 232 u d^2 sqrt(S) + 20 u d^2 S; for both together, with the larger d, that is
+// 328 u d^2 sqrt(S6 + S4) + 20 u d^2 (S6 + S4). Only where the errors are nearer to each other than this are they computed
+// as the reference does.
 template <bool FOUR>
-QUADS_HD BlockScale quantize_block(const float (&x)[16], float m, float sixth, float decode, float (&q)[16]) {
-  const float sf = scale_factor(m, sixth);
-  const BlockScale six = block_scale(sf, decode);
-  if (!FOUR) {
-    const float o = reciprocal(six.d);
-    if (six.d >= kSmallest && six.d <= kLargest && mul_rn(m, o) < 7.0f) {
+QUADS_HD BlockScale quantize_block(const float (&x)[16], float m, const RowScale& row, float (&q)[16]) {
+  BlockScale six, four;
+  const float sf = mul_rn(m, row.sixth);  // NaN and Inf fail the test
+  bool settled = false;
+  if (sf >= row.least && sf <= (FOUR ? 298.0f : 460.0f)) {
+    if (!FOUR) {
+      six = block_scale(sf, row.decode);
+      const float o = reciprocal(six.d);
 #pragma unroll
       for (int i = 0; i < 16; ++i) q[i] = e2m1_round(mul_rn(magnitude(x[i]), o));
-    } else {
-      const float any = multiplier(six.d);
-#pragma unroll
-      for (int i = 0; i < 16; ++i) q[i] = e2m1_round_saturating(mul_rn(magnitude(x[i]), any));
+      return six;
     }
-    return six;
-  }
-  const BlockScale four = block_scale(mul_rn(sf, 1.5f), decode);
-  const float o6 = reciprocal(six.d), o4 = reciprocal(four.d);
-  bool settled = false, take_four = false;
-  if (six.d >= kSmallest && four.d <= kLargest && mul_rn(m, o6) < 7.0f && mul_rn(m, o4) <= 4.5f) {
+    two_block_scales(sf, mul_rn(sf, 1.5f), row.decode, six, four);
+    const float o6 = reciprocal(six.d), o4 = reciprocal(four.d);
     float q4[16], s6[2] = {0.0f, 0.0f}, s4[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
@@ -246,21 +288,40 @@ QUADS_HD BlockScale quantize_block(const float (&x)[16], float m, float sixth, f
       s6[i & 1] = fma_rn(da, da, s6[i & 1]);
       s4[i & 1] = fma_rn(db, db, s4[i & 1]);
     }
-    const float w6 = six.s * six.s, w4 = four.s * four.s;  // decode^2 is common to both
-    const float e6 = w6 * (s6[0] + s6[1]), e4 = w4 * (s4[0] + s4[1]);
-    settled = magnitude(e6 - e4) > kMargin * ((w6 + e6) + (w4 + e4));
-    take_four = e4 < e6;
+    // in units of decode, which both have
+    const float sum6 = add_rn(s6[0], s6[1]), sum4 = add_rn(s4[0], s4[1]);
+    const float w6 = mul_rn(six.s, six.s), w4 = mul_rn(four.s, four.s);
+    const float gain = fma_rn(w4, sum4, -mul_rn(w6, sum6));  // rounding: below u (e6 + e4)
+    const float sums = add_rn(sum6, sum4);
+    settled = magnitude(gain) > mul_rn(w4, fma_rn(sums, 1.5e-6f, mul_rn(square_root(sums), 2.0e-5f)));
+    bool take_four = gain < 0.0f;
+    if (!settled && four.s == mul_rn(six.s, 1.5f)) {
+      // Often the same values are on both grids, as where one element dominates the block: a tie then.
+      float apart = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) apart = add_rn(apart, magnitude(fma_rn(q4[i], -1.5f, q[i])));
+      settled = apart == 0.0f;
+      take_four = take_four && !settled;
+    }
 #pragma unroll
     for (int i = 0; i < 16; ++i) q[i] = take_four ? q4[i] : q[i];
+    if (take_four) six = four;
   }
   if (!settled) {
-    float q4[16];
-    const float e6 = encode_block(x, six, decode, q), e4 = encode_block(x, four, decode, q4);
-    take_four = e4 < e6;
+    const float any = scale_factor(m, row.sixth);
+    six = block_scale(any, row.decode);
+    const float e6 = encode_block(x, six, row.decode, q);
+    if (FOUR) {
+      four = block_scale(mul_rn(any, 1.5f), row.decode);
+      float q4[16];
+      const float e4 = encode_block(x, four, row.decode, q4);
+      const bool take_four = e4 < e6;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) q[i] = take_four ? q4[i] : q[i];
+      for (int i = 0; i < 16; ++i) q[i] = take_four ? q4[i] : q[i];
+      if (take_four) six = four;
+    }
   }
-  return take_four ? four : six;
+  return six;
 }
 
 // What the first quantization left of |x|: p = q s (exact) and r = |x| - p * decode (two roundings).
@@ -273,20 +334,22 @@ QUADS_HD void residual_block(const float (&x)[16], const float (&q)[16], float s
 }
 
 // Second quantization, with the same global scale and a block scale of its own: E2M1 values qr, +0 where they are zero.
-QUADS_HD BlockScale quantize_residual(const float (&r)[16], float sixth, float decode, float (&qr)[16]) {
+QUADS_HD BlockScale quantize_residual(const float (&r)[16], const RowScale& row, float (&qr)[16]) {
   const float m = amax16(r);
-  const BlockScale b = block_scale(scale_factor(m, sixth), decode);
-  const float o = reciprocal(b.d);
-  if (b.d >= kSmallest && b.d <= kLargest && mul_rn(m, o) < 7.0f) {
+  const float sf = mul_rn(m, row.sixth);
+  if (sf >= row.least && sf <= 460.0f) {
+    const BlockScale b = block_scale(sf, row.decode);
+    const float o = reciprocal(b.d);
 #pragma unroll
     for (int i = 0; i < 16; ++i) qr[i] = e2m1_round_signed(mul_rn(r[i], o));
-  } else {
-    const float any = multiplier(b.d);
+    return b;
+  }
+  const BlockScale b = block_scale(scale_factor(m, row.sixth), row.decode);
+  const float o = multiplier(b.d);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const float y = mul_rn(r[i], any);
-      qr[i] = e2m1_round_signed(y > 6.0f ? 6.0f : y < -6.0f ? -6.0f : y);
-    }
+  for (int i = 0; i < 16; ++i) {
+    const float y = mul_rn(r[i], o);
+    qr[i] = e2m1_round_signed(y > 6.0f ? 6.0f : y < -6.0f ? -6.0f : y);
   }
   return b;
 }

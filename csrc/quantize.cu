@@ -2,8 +2,10 @@
 // Online activation quantization with residual, bit-identical to vllm_quads.nvfp4.reference / vllm_quads.compensation,
 // and the small kernels around the MoE GEMMs: grouping of (token, expert) pairs and the top-k sum.
 //
-// Quantization: one thread per 16-channel block, a power-of-two group of threads per row; the row's amax (per-token
-// global scale) is one reduction, after which the row is read again from cache.
+// Quantization: a thread works on whole 16-channel blocks, a power-of-two group of threads on a row; the row's amax (per-token
+// global scale) is one reduction, for which the blocks wait in registers (few rows) or in shared memory (many).
+#include <type_traits>
+
 #include "common.cuh"
 #include "nvfp4_math.cuh"
 
@@ -46,6 +48,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kMaxExperts = 1024;
+constexpr int kRegisters = 80;  // of a thread: 24 warps a multiprocessor
+constexpr int kMostShared = 220 * 1024;
 
 // 16 channels as they are in memory, and as float32 after centring.
 struct RawBlock {
@@ -69,7 +73,7 @@ __device__ __forceinline__ float2 unpack2<__half>(uint32_t w) {
 }
 
 template <typename T>
-__device__ __forceinline__ void unpack_block(const RawBlock& raw, const float* center, float (&x)[16]) {
+__device__ __forceinline__ void unpack_block(const RawBlock& raw, bool centered, const float* center, float (&x)[16]) {
   const uint32_t words[8] = {raw.v[0].x, raw.v[0].y, raw.v[0].z, raw.v[0].w, raw.v[1].x, raw.v[1].y, raw.v[1].z, raw.v[1].w};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -77,7 +81,7 @@ __device__ __forceinline__ void unpack_block(const RawBlock& raw, const float* c
     x[2 * i] = v.x;
     x[2 * i + 1] = v.y;
   }
-  if (center != nullptr) {
+  if (centered) {
     const float4* c = reinterpret_cast<const float4*>(center);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -96,148 +100,229 @@ __device__ __forceinline__ int64_t scale_offset(int row, int column, int columns
   return ((int64_t)(row / 128) * column_tiles + column / 4) * 512 + (row % 32) * 16 + (row / 32) % 4 * 4 + column % 4;
 }
 
+// Shared memory of a row in `quantize_staged_kernel`, in vectors of 16 bytes.
+__host__ __device__ __forceinline__ int staged_vectors(int blocks) { return 4 * blocks + (blocks + 3) / 4; }
+
 // max over a row's TPR threads; TPR > 32 goes through shared memory.
-template <int TPR>
+template <int THREADS, int TPR>
 __device__ __forceinline__ float row_max(float m) {
 #pragma unroll
   for (int offset = (TPR < 32 ? TPR : 32) / 2; offset > 0; offset /= 2)
     m = max_magnitude(m, __shfl_xor_sync(0xFFFFFFFFu, m, offset));
   if (TPR > 32) {
-    __shared__ float partial[kThreads / 32];
+    __shared__ float partial[THREADS / 32];
     if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = m;
     __syncthreads();
-    const int first = threadIdx.x / TPR * (TPR / 32);
+    const int first = TPR == THREADS ? 0 : threadIdx.x / TPR * (TPR / 32);
 #pragma unroll
     for (int i = 0; i < TPR / 32; ++i) m = max_magnitude(m, partial[first + i]);
   }
   return m;
 }
 
-// What is the same for all blocks of a row.
-struct Row {
-  float sixth, decode;  // g * f32(1/6), 1 / g
-  int64_t index;
-  int group;
-  bool full;
-};
-
-__device__ __forceinline__ void store16(__half* target, const float (&v)[16], const float (&sign)[16]) {
+// 16 values, with the signs of x, in FP16.
+__device__ __forceinline__ void store16(__half* target, const float (&v)[16], const float (&x)[16]) {
   uint32_t out[8];
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     const __half2 h = __floats2half2_rn(v[2 * j], v[2 * j + 1]);
-    const uint32_t signs = __byte_perm(__float_as_uint(sign[2 * j]), __float_as_uint(sign[2 * j + 1]), 0x7632);
+    const uint32_t signs = __byte_perm(__float_as_uint(x[2 * j]), __float_as_uint(x[2 * j + 1]), 0x7632);
     out[j] = *reinterpret_cast<const uint32_t*>(&h) ^ (signs & 0x80008000u);
   }
   reinterpret_cast<uint4*>(target)[0] = make_uint4(out[0], out[1], out[2], out[3]);
   reinterpret_cast<uint4*>(target)[1] = make_uint4(out[4], out[5], out[6], out[7]);
 }
 
-// Output block i of a row from block b of its input x (with amax m).
-template <bool FOUR, bool PACKED>
-__device__ __forceinline__ void write_block(const QuantizeArgs& p, const Row& row, int blocks, int i, int b, const float (&x)[16], float m) {
-  float q[16];
-  const BlockScale s = quantize_block<FOUR>(x, m, row.sixth, row.decode, q);
-  if (PACKED) {
-    const int total = blocks + p.num_appended;
-    uint32_t words[2], byte = s.byte;
-    if (i >= blocks) {
-      float v[16], r[16], qr[16];
-      residual_block(x, q, s.s, row.decode, v, r);
-      byte = quantize_residual(r, row.sixth, row.decode, qr).byte;
-      residual_codes(qr, r, x, qr[0] != qr[0], words);
-    } else {
-      block_codes(q, x, m == 0.0f || q[0] != q[0], words);
-    }
-    *reinterpret_cast<uint2*>(p.codes + row.index * (total * 8) + i * 8) = make_uint2(words[0], words[1]);
-    p.scales[scale_offset((int)row.index, i, total, p.swizzled)] = (uint8_t)byte;
+// Merged form of a block x with amax m.
+template <bool FOUR>
+__device__ __forceinline__ void write_merged(__half* target, const RowScale& row, bool with_residual, const float (&x)[16], float m) {
+  float q[16], v[16];
+  const BlockScale s = quantize_block<FOUR>(x, m, row, q);
+  if (with_residual) {
+    float r[16], qr[16];
+    residual_block(x, q, s.s, row.decode, v, r);
+    const float sr = quantize_residual(r, row, qr).s;
+    // q s is exact, and so is its sum with qr sr: one rounding, to FP16
+#pragma unroll
+    for (int j = 0; j < 16; ++j) v[j] = fma_rn(qr[j], sr, v[j]);
   } else {
-    float v[16];
-    if (row.full || (p.mask != nullptr && p.mask[(int64_t)row.group * blocks + b])) {
-      float r[16], qr[16];
-      residual_block(x, q, s.s, row.decode, v, r);
-      const float sr = quantize_residual(r, row.sixth, row.decode, qr).s;
-      // q s is exact, and so is its sum with qr sr: one rounding, to FP16
 #pragma unroll
-      for (int j = 0; j < 16; ++j) v[j] = fma_rn(qr[j], sr, v[j]);
-    } else {
-#pragma unroll
-      for (int j = 0; j < 16; ++j) v[j] = mul_rn(q[j], s.s);
-    }
-    store16(p.merged + row.index * p.ldm + 16 * i, v, x);
+    for (int j = 0; j < 16; ++j) v[j] = mul_rn(q[j], s.s);
   }
+  store16(target, v, x);
 }
 
-// HOLD blocks of a thread stay in registers between the row's amax and its quantization; 0: they are read again.
-template <typename T, bool FOUR, bool PACKED, int TPR, int HOLD>
+// Packed form: block i of a row, made from x (with amax m) or, behind the input's blocks, from its residual.
+template <bool FOUR>
+__device__ __forceinline__ void write_packed(const QuantizeArgs& p, const RowScale& row, int index, int i, const float (&x)[16], float m) {
+  const int blocks = p.k / 16, total = blocks + p.num_appended;
+  float q[16];
+  const BlockScale s = quantize_block<FOUR>(x, m, row, q);
+  uint32_t words[2], byte = s.byte;
+  if (i >= blocks) {
+    float v[16], r[16], qr[16];
+    residual_block(x, q, s.s, row.decode, v, r);
+    byte = quantize_residual(r, row, qr).byte;
+    residual_codes(qr, r, x, qr[0] != qr[0], words);
+  } else {
+    block_codes(q, x, m == 0.0f || q[0] != q[0], words);
+  }
+  *reinterpret_cast<uint2*>(p.codes + ((int64_t)index * total + i) * 8) = make_uint2(words[0], words[1]);
+  p.scales[scale_offset(index, i, total, p.swizzled)] = (uint8_t)byte;
+}
+
+// Rows first_row .. first_row + THREADS / TPR - 1. A thread keeps HOLD blocks of 16 channels in registers between the row's amax
+// and its quantization; with HOLD = 0 they are read again, from the L1 cache mostly.
+template <typename T, bool FOUR, bool PACKED, int THREADS, int TPR, int HOLD>
 __device__ __forceinline__ void quantize_rows(const QuantizeArgs& p, int first_row) {
-  const int lane = threadIdx.x % TPR;
-  const int index = first_row + threadIdx.x / TPR;
-  const int group = index >= p.rows ? -1 : p.group == nullptr ? 0 : p.group[index];
-  const bool active = group >= 0;
-  const int blocks = p.k / 16;
-  const T* x = reinterpret_cast<const T*>(p.x) + (int64_t)index * p.ldx;
   constexpr int KEPT = HOLD > 0 ? HOLD : 1;
+  const int lane = TPR == THREADS ? threadIdx.x : threadIdx.x % TPR;
+  const int index = TPR == THREADS ? first_row : first_row + threadIdx.x / TPR;
+  const int blocks = (unsigned)p.k / 16u;
+  const bool inside = TPR == THREADS || index < p.rows;
+  const int group = !inside ? -1 : p.group != nullptr ? p.group[index] : 0;
+  const bool active = group >= 0, centered = p.center != nullptr;
+  const T* x = static_cast<const T*>(p.x) + (int64_t)index * p.ldx + 16 * lane;
+  const float* center = p.center + 16 * lane;
+  bool full = p.full_all;
+  if (active && p.full != nullptr) full |= p.full[index / p.full_divisor] != 0;
+  const uint8_t* mask = !PACKED && !full && p.mask != nullptr ? p.mask + (int64_t)group * blocks + lane : nullptr;
+
   float v[KEPT][16], own[KEPT];
+  bool chosen[KEPT];  // read before the wait for the row's amax
   float m = 0.0f;
   if (active) {
     if (HOLD > 0) {
       RawBlock raw[KEPT];
 #pragma unroll
       for (int j = 0; j < KEPT; ++j)
-        if (lane + j * TPR < blocks) raw[j] = load_raw<T>(x + 16 * (lane + j * TPR));
+        if (lane + j * TPR < blocks) {
+          raw[j] = load_raw<T>(x + j * TPR * 16);
+          chosen[j] = full || (mask != nullptr && mask[j * TPR] != 0);
+        }
 #pragma unroll
       for (int j = 0; j < KEPT; ++j)
         if (lane + j * TPR < blocks) {
-          unpack_block<T>(raw[j], p.center == nullptr ? nullptr : p.center + 16 * (lane + j * TPR), v[j]);
+          unpack_block<T>(raw[j], centered, center + j * TPR * 16, v[j]);
           own[j] = amax16(v[j]);
           m = max_magnitude(m, own[j]);
         }
     } else if (p.g == nullptr) {
 #pragma unroll 4
       for (int b = lane; b < blocks; b += TPR) {
-        unpack_block<T>(load_raw<T>(x + 16 * b), p.center == nullptr ? nullptr : p.center + 16 * b, v[0]);
+        unpack_block<T>(load_raw<T>(x + 16 * (b - lane)), centered, center + 16 * (b - lane), v[0]);
         m = max_magnitude(m, amax16(v[0]));
       }
     }
   }
-  if (p.g == nullptr) m = row_max<TPR>(m);
+  if (p.g == nullptr) m = row_max<THREADS, TPR>(m);
   if (!active) return;
-  const float g = p.g != nullptr ? p.g[group] : encode_scale(m, FOUR ? kRangeFourOverSix : kRangeMaxToSix);
-  Row row;
-  row.sixth = mul_rn(g, kOneSixth);
-  row.decode = div_rn(1.0f, g);
-  row.index = index;
-  row.group = group;
-  row.full = p.full_all || (p.full != nullptr && p.full[index / p.full_divisor]);
+  const RowScale row = row_scale(p.g != nullptr ? p.g[group] : encode_scale(m, FOUR ? kRangeFourOverSix : kRangeMaxToSix));
   if (lane == 0) p.decode[index] = row.decode;
 
+  __half* merged = p.merged + (int64_t)index * p.ldm + 16 * lane;
   if (HOLD > 0) {
 #pragma unroll
     for (int j = 0; j < KEPT; ++j)
-      if (lane + j * TPR < blocks) write_block<FOUR, PACKED>(p, row, blocks, lane + j * TPR, lane + j * TPR, v[j], own[j]);
+      if (lane + j * TPR < blocks) {
+        if (PACKED)
+          write_packed<FOUR>(p, row, index, lane + j * TPR, v[j], own[j]);
+        else
+          write_merged<FOUR>(merged + j * TPR * 16, row, chosen[j], v[j], own[j]);
+      }
   }
   // blocks that are not held, appended blocks
   if (HOLD == 0 || PACKED) {
-    const int total = PACKED ? blocks + p.num_appended : blocks;
-    for (int i = HOLD > 0 ? blocks + lane : lane; i < total; i += TPR) {
-      const int b = PACKED && i >= blocks ? p.appended[i - blocks] : i;
-      unpack_block<T>(load_raw<T>(x + 16 * b), p.center == nullptr ? nullptr : p.center + 16 * b, v[0]);
-      write_block<FOUR, PACKED>(p, row, blocks, i, b, v[0], amax16(v[0]));
+#pragma unroll 1
+    for (int i = HOLD > 0 ? blocks + lane : lane; i < (PACKED ? blocks + p.num_appended : blocks); i += TPR) {
+      const int b = (PACKED && i >= blocks ? p.appended[i - blocks] : i) - lane;
+      unpack_block<T>(load_raw<T>(x + 16 * b), centered, center + 16 * b, v[0]);
+      if (PACKED)
+        write_packed<FOUR>(p, row, index, i, v[0], amax16(v[0]));
+      else
+        write_merged<FOUR>(merged + 16 * b, row, full || (mask != nullptr && mask[b] != 0), v[0], amax16(v[0]));
     }
   }
-  if (!PACKED)  // padding
+  if (!PACKED && p.ldm != p.k)  // padding
     for (int b = blocks + lane; b < p.ldm / 16; b += TPR) {
-      uint4* out = reinterpret_cast<uint4*>(p.merged + (int64_t)index * p.ldm + 16 * b);
+      uint4* out = reinterpret_cast<uint4*>(merged + 16 * (b - lane));
       out[0] = out[1] = make_uint4(0, 0, 0, 0);
     }
 }
 
-template <typename T, bool FOUR, bool PACKED, int TPR, int HOLD>
-__global__ void __launch_bounds__(kThreads) quantize_kernel(const QuantizeArgs p) {
+// REGISTERS: what a thread may have.
+template <typename T, bool FOUR, bool PACKED, int THREADS, int TPR, int HOLD, int REGISTERS>
+__global__ void __launch_bounds__(THREADS, 65536 / REGISTERS / THREADS) quantize_kernel(const QuantizeArgs p) {
   grid_dependency_launch();
   grid_dependency_wait();
-  quantize_rows<T, FOUR, PACKED, TPR, HOLD>(p, blockIdx.x * (kThreads / TPR));
+  quantize_rows<T, FOUR, PACKED, THREADS, TPR, HOLD>(p, blockIdx.x * (THREADS / TPR));
+}
+
+// Many rows, merged form: the same in fewer instructions. A thread takes several blocks of a row, and what it has unpacked and
+// centred waits in shared memory (blocks x 4 vectors of 16 bytes, then the blocks' amax) for the row's amax. Only the loop's
+// body is unrolled, or the instruction cache would be too small.
+template <typename T, bool FOUR, int THREADS, int TPR, int REGISTERS>
+__global__ void __launch_bounds__(THREADS, 65536 / REGISTERS / THREADS) quantize_staged_kernel(const QuantizeArgs p) {
+  grid_dependency_launch();
+  grid_dependency_wait();
+  extern __shared__ float4 staged[];
+  const int lane = TPR == THREADS ? threadIdx.x : threadIdx.x % TPR;
+  const int slot = TPR == THREADS ? 0 : threadIdx.x / TPR;
+  const int index = blockIdx.x * (THREADS / TPR) + slot;
+  const int blocks = (unsigned)p.k / 16u;
+  const int group = index >= p.rows ? -1 : p.group != nullptr ? p.group[index] : 0;
+  const bool active = group >= 0, centered = p.center != nullptr;
+  bool full = p.full_all;
+  if (active && p.full != nullptr) full |= p.full[index / p.full_divisor] != 0;
+  const uint8_t* mask = !full && p.mask != nullptr ? p.mask + (int64_t)group * blocks : nullptr;
+  float4* const mine = staged + slot * staged_vectors(blocks);
+  float* const amaxes = reinterpret_cast<float*>(mine + 4 * blocks);
+
+  float m = 0.0f;
+  if (active) {
+    const T* x = static_cast<const T*>(p.x) + (int64_t)index * p.ldx;
+#pragma unroll 1
+    for (int first = lane; first < blocks; first += 4 * TPR) {
+      RawBlock raw[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (first + j * TPR < blocks) raw[j] = load_raw<T>(x + 16 * (first + j * TPR));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int b = first + j * TPR;
+        if (b >= blocks) break;
+        float v[16];
+        unpack_block<T>(raw[j], centered, p.center + 16 * b, v);
+        const float own = amax16(v);
+        m = max_magnitude(m, own);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) mine[c * blocks + b] = make_float4(v[4 * c], v[4 * c + 1], v[4 * c + 2], v[4 * c + 3]);
+        amaxes[b] = own;
+      }
+    }
+  }
+  if (p.g == nullptr) m = row_max<THREADS, TPR>(m);
+  if (!active) return;
+  const RowScale row = row_scale(p.g != nullptr ? p.g[group] : encode_scale(m, FOUR ? kRangeFourOverSix : kRangeMaxToSix));
+  if (lane == 0) p.decode[index] = row.decode;
+  __half* const merged = p.merged + (int64_t)index * p.ldm;
+#pragma unroll 1
+  for (int b = lane; b < blocks; b += TPR) {
+    const bool with_residual = full || (mask != nullptr && mask[b] != 0);
+    float v[16];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const float4 four = mine[c * blocks + b];
+      v[4 * c] = four.x, v[4 * c + 1] = four.y, v[4 * c + 2] = four.z, v[4 * c + 3] = four.w;
+    }
+    write_merged<FOUR>(merged + 16 * b, row, with_residual, v, amaxes[b]);
+  }
+  if (p.ldm != p.k)  // padding
+#pragma unroll 1
+    for (int b = blocks + lane; b < p.ldm / 16; b += TPR) {
+      uint4* out = reinterpret_cast<uint4*>(merged + 16 * b);
+      out[0] = out[1] = make_uint4(0, 0, 0, 0);
+    }
 }
 
 // Grouping: pairs by local expert, each expert's list cut into equal segments of at most `capacity`. The order of pairs within an
@@ -353,13 +438,13 @@ __global__ void __launch_bounds__(kThreads) scatter_kernel(const AlignArgs p) {
 
 // Grouping (the first blocks) and quantization of the layer's input (the others) in one launch.
 template <typename T, bool FOUR, int TPR, int HOLD>
-__global__ void __launch_bounds__(kThreads) prologue_kernel(const AlignArgs a, const QuantizeArgs p) {
+__global__ void __launch_bounds__(kThreads, 65536 / kRegisters / kThreads) prologue_kernel(const AlignArgs a, const QuantizeArgs p) {
   grid_dependency_launch();
   grid_dependency_wait();
   if ((int)blockIdx.x < a.blocks)
     align_pairs(a);
   else
-    quantize_rows<T, FOUR, false, TPR, HOLD>(p, (blockIdx.x - a.blocks) * (kThreads / TPR));
+    quantize_rows<T, FOUR, false, kThreads, TPR, HOLD>(p, (blockIdx.x - a.blocks) * (kThreads / TPR));
 }
 
 template <typename T>
@@ -369,13 +454,13 @@ struct alignas(16) Vec {
 
 // out[t, :] = sum over the token's valid pairs and their K splits of y[pair, split, :], in this order, float32, one rounding.
 // pair_expert null: all pairs are valid.
-template <typename In, typename Out>
+template <typename In, typename Out, bool SPLIT>
 __global__ void __launch_bounds__(kThreads) sum_kernel(const In* y, const int* pair_expert, Out* out, int tokens, int top_k,
-                                                       int split_shift, int columns, int ldy, int64_t ldo) {
+                                                       int shift, int columns, int ldy, int64_t ldo) {
   grid_dependency_launch();
   grid_dependency_wait();
   constexpr int W = 16 / sizeof(In);
-  const int per_row = columns / W;
+  const int per_row = columns / W, split_shift = SPLIT ? shift : 0;
   for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < (int64_t)tokens * per_row;
        i += (int64_t)gridDim.x * kThreads) {
     const int token = (int)(i / per_row), c = (int)(i % per_row) * W;
@@ -385,7 +470,7 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const In* y, const int* p
 #pragma unroll 8
     for (int k = 0; k < top_k << split_shift; ++k) {
       const int row = (token * top_k << split_shift) + k;
-      if (pair_expert != nullptr && pair_expert[row >> split_shift] < 0) continue;
+      if ((!SPLIT || pair_expert != nullptr) && pair_expert[row >> split_shift] < 0) continue;
       const Vec<In> v = *reinterpret_cast<const Vec<In>*>(y + (int64_t)row * ldy + c);
 #pragma unroll
       for (int j = 0; j < W; ++j) sum[j] += to_float<In>(v.v[j]);
@@ -401,17 +486,50 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const In* y, const int* p
   }
 }
 
-// Calls f<TPR, HOLD>(): threads of a row, and blocks that each keeps in registers. Few rows are spread over as many threads as
-// they have blocks; with many, a thread takes several blocks, which shares the work that belongs to a row.
+// Calls f<TPR, HOLD>(): as many threads as a row has blocks, up to kThreads.
 template <typename F>
-int for_shape(int rows, int k, F f) {
+int for_row(int k, F f) {
   const int blocks = k / 16;
   if (blocks <= 16) return f.template operator()<16, 1>();
   if (blocks <= 32) return f.template operator()<32, 1>();
   if (blocks <= 64) return f.template operator()<64, 1>();
   if (blocks <= 128) return f.template operator()<128, 1>();
   if (blocks <= 256) return f.template operator()<256, 1>();
+  if (blocks <= 512) return f.template operator()<256, 2>();
   return f.template operator()<256, 0>();
+}
+
+template <typename T, bool FOUR, bool PACKED, int THREADS, int TPR, int HOLD, int REGISTERS>
+int launch_rows(const QuantizeArgs& p, cudaStream_t s) {
+  constexpr int rows = THREADS / TPR;
+  return launch(quantize_kernel<T, FOUR, PACKED, THREADS, TPR, HOLD, REGISTERS>, dim3((p.rows + rows - 1) / rows), dim3(THREADS),
+                0, s, p);
+}
+
+template <typename T, bool FOUR, int THREADS, int TPR>
+int launch_staged(const QuantizeArgs& p, cudaStream_t s) {
+  constexpr auto kernel = quantize_staged_kernel<T, FOUR, THREADS, TPR, kRegisters>;
+  constexpr int rows = THREADS / TPR;
+  const cudaError_t e = allow_shared_memory<kernel>(kMostShared);
+  if (e != cudaSuccess) return e;
+  return launch(kernel, dim3((p.rows + rows - 1) / rows), dim3(THREADS), rows * staged_vectors(p.k / 16) * 16, s, p);
+}
+
+// From this many blocks on every multiprocessor is busy with several blocks a thread, which share the work of their row.
+constexpr int64_t kManyBlocks = 262144;
+
+bool is_many(const QuantizeArgs& p) {
+  return (int64_t)p.rows * (p.k / 16) >= kManyBlocks && staged_vectors(p.k / 16) * 16 <= kMostShared;
+}
+
+template <typename T, bool FOUR>
+int launch_many(const QuantizeArgs& p, cudaStream_t s) {
+  const int blocks = p.k / 16;
+  if (blocks <= 64) return launch_staged<T, FOUR, 128, 16>(p, s);
+  if (blocks <= 128) return launch_rows<T, FOUR, false, 64, 64, 2, kRegisters>(p, s);
+  if (blocks <= 256) return launch_staged<T, FOUR, 128, 64>(p, s);
+  if (blocks <= 512) return launch_staged<T, FOUR, 128, 128>(p, s);
+  return launch_staged<T, FOUR, 256, 256>(p, s);
 }
 
 template <typename T, bool FOUR, bool PACKED>
@@ -420,8 +538,7 @@ struct LaunchQuantize {
   cudaStream_t s;
   template <int TPR, int HOLD>
   int operator()() const {
-    const dim3 grid((p.rows + kThreads / TPR - 1) / (kThreads / TPR));
-    return launch(quantize_kernel<T, FOUR, PACKED, TPR, HOLD>, grid, dim3(kThreads), 0, s, p);
+    return launch_rows<T, FOUR, PACKED, TPR <= 128 ? 128 : kThreads, TPR, HOLD, HOLD == 1 ? 64 : kRegisters>(p, s);
   }
 };
 
@@ -439,12 +556,17 @@ struct LaunchPrologue {
 
 template <typename T, bool FOUR, bool PACKED>
 int launch_quantize(const QuantizeArgs& p, cudaStream_t s) {
-  return for_shape(p.rows, p.k, LaunchQuantize<T, FOUR, PACKED>{p, s});
+  if (!PACKED && is_many(p)) return launch_many<T, FOUR>(p, s);
+  return for_row(p.k, LaunchQuantize<T, FOUR, PACKED>{p, s});
 }
 
 template <typename T, bool FOUR>
 int launch_prologue(const AlignArgs& a, const QuantizeArgs& p, cudaStream_t s) {
-  return for_shape(p.rows, p.k, LaunchPrologue<T, FOUR>{a, p, s});
+  if (!is_many(p)) return for_row(p.k, LaunchPrologue<T, FOUR>{a, p, s});
+  QuantizeArgs none = p;
+  none.rows = 0;
+  const int e = LaunchPrologue<T, FOUR>{a, none, s}.template operator()<16, 1>();
+  return e != 0 ? e : launch_many<T, FOUR>(p, s);
 }
 
 template <typename In>
@@ -456,11 +578,13 @@ int launch_sum(const void* y, const int* pair_expert, void* out, int tokens, int
   int64_t blocks = (items + kThreads - 1) / kThreads;
   const dim3 grid((unsigned)(blocks < 16 * 1024 ? blocks : 16 * 1024));
   const In* in = static_cast<const In*>(y);
-  if (out_dtype == 0)
-    return launch(sum_kernel<In, __nv_bfloat16>, grid, dim3(kThreads), 0, s, in, pair_expert,
-                  static_cast<__nv_bfloat16*>(out), tokens, top_k, split_shift, columns, ldy, ldo);
-  return launch(sum_kernel<In, __half>, grid, dim3(kThreads), 0, s, in, pair_expert, static_cast<__half*>(out), tokens,
-                top_k, split_shift, columns, ldy, ldo);
+  const auto run = [&](auto* target) {
+    using Out = std::remove_pointer_t<decltype(target)>;
+    const auto kernel = splits == 1 && pair_expert != nullptr ? sum_kernel<In, Out, false> : sum_kernel<In, Out, true>;
+    return launch(kernel, grid, dim3(kThreads), 0, s, in, pair_expert, target, tokens, top_k, split_shift, columns, ldy, ldo);
+  };
+  if (out_dtype == 0) return run(static_cast<__nv_bfloat16*>(out));
+  return run(static_cast<__half*>(out));
 }
 
 }  // namespace

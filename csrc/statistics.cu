@@ -118,8 +118,8 @@ __device__ __forceinline__ void gather_energy(const StatisticsSite& s, const int
     if (group != current) flush();
     current = group;
     const float g = s.g != nullptr ? s.g[group] : encode_scale(m, FOUR ? kRangeFourOverSix : kRangeMaxToSix);
-    const float decode = div_rn(1.0f, g);
-    if (!((s.g != nullptr ? m : decode) < kLargestRow)) continue;  // the same for all threads of the row
+    const RowScale scale = row_scale(g);
+    if (!((s.g != nullptr ? m : scale.decode) < kLargestRow)) continue;  // the same for all threads of the row
     ++count;
     if (b >= blocks) continue;
     if (parts > 1) {
@@ -127,8 +127,7 @@ __device__ __forceinline__ void gather_energy(const StatisticsSite& s, const int
       own = amax16(v);
     }
     float q[16], p[16], r[16];
-    const BlockScale scale = quantize_block<FOUR>(v, own, mul_rn(g, kOneSixth), decode, q);
-    residual_block(v, q, scale.s, decode, p, r);
+    residual_block(v, q, quantize_block<FOUR>(v, own, scale, q).s, scale.decode, p, r);
 #pragma unroll
     for (int j = 0; j < 16; ++j) sum[j] = fma_rn(r[j], r[j], sum[j]);
   }
@@ -215,7 +214,8 @@ __global__ void __launch_bounds__(kThreads) row_size_kernel(const void* x, int r
   if (lane == 0) size[row] = m;
 }
 
-// Thread blocks of a site: enough for every row to have a slot, at most two waves; a multiple of the parts of a wide row.
+// Thread blocks of a site: enough for every row to have a slot (a row takes longer than additions to memory), at most two waves; a
+// multiple of the parts of a wide row.
 int energy_blocks(const StatisticsSite& s) {
   const int blocks = s.k / 16;
   int per_row = 32;

@@ -25,16 +25,15 @@ using namespace quads;
 extern "C" void run(const float* x, int blocks, float amax, int four, float* decode_out, float* p, float* merged,
                     uint32_t* codes, uint8_t* scales, uint32_t* rcodes, uint8_t* rscales) {
   const float g = encode_scale(amax, four ? kRangeFourOverSix : kRangeMaxToSix);
-  const float decode = rcp_rn(g), sixth = mul_rn(g, kOneSixth);
-  *decode_out = decode;
+  const RowScale row = row_scale(g);
+  *decode_out = row.decode;
   for (int b = 0; b < blocks; ++b) {
     float v[16], q[16], main[16], r[16], qr[16];
     for (int i = 0; i < 16; ++i) v[i] = x[16 * b + i];
     const float m = amax16(v);
-    const BlockScale s =
-        four ? quantize_block<true>(v, m, sixth, decode, q) : quantize_block<false>(v, m, sixth, decode, q);
-    residual_block(v, q, s.s, decode, main, r);
-    const BlockScale sr = quantize_residual(r, sixth, decode, qr);
+    const BlockScale s = four ? quantize_block<true>(v, m, row, q) : quantize_block<false>(v, m, row, q);
+    residual_block(v, q, s.s, row.decode, main, r);
+    const BlockScale sr = quantize_residual(r, row, qr);
     uint32_t words[2];
     block_codes(q, v, m == 0.0f || q[0] != q[0], words);
     codes[2 * b] = words[0], codes[2 * b + 1] = words[1];
