@@ -49,6 +49,8 @@ logger = init_logger("vllm.quads")
 _READS_SAFETENSORS = ("auto", "hf", "safetensors", "fastsafetensors")
 OPTIONS_KEY = "quads"
 """Key of the user's options in vLLM's `--additional-config`."""
+STATISTICS_KEY = "quads_statistics"
+"""Key of a switch there: captured CUDA graphs shall be able to gather error statistics."""
 
 
 class QuadsConfig(QuantizationConfig):
@@ -76,6 +78,7 @@ class QuadsConfig(QuantizationConfig):
         self._num_layers: int | None = None
         self._dummy = False
         self._captures = False
+        self._graph_statistics = False
         self._verified = False
         self._act_dtype: torch.dtype | None = None
         self._hook: Any = None
@@ -151,7 +154,8 @@ class QuadsConfig(QuantizationConfig):
         """Start or stop gathering statistics in every layer. Raises ContractError where captured graphs would not."""
         if on and self._captures and not self._graphs_gather():
             self._refuse_under_graphs(
-                "gathers nothing, since its contract uses neither appended blocks nor centring, what statistics are for"
+                "gathers no statistics in them: either its contract has no use for any (neither appended blocks nor "
+                f"centring), or it was started without additional_config={{{STATISTICS_KEY!r}: True}}"
             )
         for runtime in self.runtimes.values():
             runtime.collect(on)
@@ -159,9 +163,8 @@ class QuadsConfig(QuantizationConfig):
     def _graphs_gather(self) -> bool:
         """True if captured graphs hold the kernel that gathers statistics: where the contract has a use for them."""
         contract = self.contract
-        return contract.scheme is Scheme.W4A4 and (
-            uses_blocks(contract) or contract.activation.centering is not Centering.NONE
-        )
+        useful = uses_blocks(contract) or contract.activation.centering is not Centering.NONE
+        return self._graph_statistics and contract.scheme is Scheme.W4A4 and useful
 
     def _refuse_under_graphs(self, why: str) -> None:
         if self._captures:
@@ -212,6 +215,7 @@ class QuadsConfig(QuantizationConfig):
         self._dummy = load_format == "dummy"
         self._captures = compat.captures_graphs(vllm_config)
         self._act_dtype = model_config.dtype
+        self._graph_statistics = isinstance(extra, Mapping) and bool(extra.get(STATISTICS_KEY, False))
         self._contract = contract
         compat.default_weight_transfer(vllm_config, "quads")
         if compat.is_cpu():

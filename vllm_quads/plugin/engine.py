@@ -158,8 +158,8 @@ class VllmEngine:
     def collect_statistics(self, on: bool = True) -> None:
         """Start or stop gathering error statistics while the engine generates.
 
-        An engine with CUDA graphs gathers too where its contract has a use for statistics (appended blocks or centring)
-        and raises ContractError otherwise.
+        An engine with CUDA graphs has to be started with additional_config={"quads_statistics": True} for this, and
+        with a contract that has a use for statistics (appended blocks or centring); else ContractError is raised.
         """
         self._read(lambda config: config.collect(on))
 
