@@ -114,6 +114,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) arrange_kernel(const A
       const int steps[2] = {rows.x < 0 ? 0 : total_steps - step, rows.y < 0 ? 0 : total_steps - step};  // of this lane's K block
       uint8_t* const own = group + (int64_t)(kb + t) * tiles * kBlockBytes + kScaleOffset + brick * 64 + g * 8;
       uint32_t x[2][8], s[2];  // [row half][2 k-step + k half]
+      [[maybe_unused]] uint32_t c[4][4];  // [K block][k-step]: codes, register q at byte q
       if constexpr (!INVERSE) {
 #pragma unroll
         for (int r = 0; r < 2; ++r)
@@ -141,17 +142,20 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) arrange_kernel(const A
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const uint32_t w = word_of(raw, i);
-            // register q at byte q
-            const uint32_t c = table[0][byte_of(w, 0)] ^ table[1][byte_of(w, 1)] ^ table[2][byte_of(w, 2)] ^ table[3][byte_of(w, 3)];
-#pragma unroll
-            for (int q = 0; q < 4; ++q) {
-              uint32_t& target = x[q & 1][2 * i + (q >> 1)];
-              target = (j == 0 ? 0 : target) | byte_of(c, q) << 8 * j;
-            }
+            c[j][i] = table[0][byte_of(w, 0)] ^ table[1][byte_of(w, 1)] ^ table[2][byte_of(w, 2)] ^ table[3][byte_of(w, 3)];
           }
         }
       }
       if constexpr (INVERSE) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // register q of K block j: byte q of c[j] to byte j of its word
+          const uint32_t low[2] = {__byte_perm(c[0][i], c[1][i], 0x5140), __byte_perm(c[2][i], c[3][i], 0x5140)};
+          const uint32_t high[2] = {__byte_perm(c[0][i], c[1][i], 0x7362), __byte_perm(c[2][i], c[3][i], 0x7362)};
+          x[0][2 * i] = __byte_perm(low[0], low[1], 0x5410);
+          x[1][2 * i] = __byte_perm(low[0], low[1], 0x7632);
+          x[0][2 * i + 1] = __byte_perm(high[0], high[1], 0x5410);
+          x[1][2 * i + 1] = __byte_perm(high[0], high[1], 0x7632);
+        }
         const uint2 words = __ldg(reinterpret_cast<const uint2*>(own));
         uint32_t even[4], odd[4];
         decode_scale_word(words.x, even);
