@@ -23,7 +23,7 @@ STEPS, LAYERS, TOKENS = 5, 2, 1024
 def batch(seed: int) -> torch.Tensor:
     """Token ids int64 [ranks, TOKENS], the same on every rank; there are two batches."""
     generator = torch.Generator().manual_seed(seed % 2)
-    return torch.randint(0, 6000, (dist.get_world_size(), TOKENS), generator=generator).cuda()
+    return torch.randint(0, 6000, (dist.get_world_size(), TOKENS), generator=generator)
 
 
 def fingerprint(bench: StepBench) -> str:
@@ -36,11 +36,12 @@ def train(bench: StepBench, sharded: bool) -> list[float]:
     for group in bench.optimizer.param_groups:
         group["lr"] = 3e-4
     losses = []
+    device = next(bench.model.parameters()).device
     for i in range(STEPS):
         bench.optimizer.zero_grad()
-        total = torch.zeros((), device="cuda")
+        total = torch.zeros((), device=device)
         for micro in range(2):
-            ids = batch(i + micro)
+            ids = batch(i + micro).to(device)
             ids = ids[dist.get_rank()].unsqueeze(0) if sharded else ids
             loss = bench.model(input_ids=ids, labels=ids).loss / 2
             loss.backward()
