@@ -383,7 +383,7 @@ def test_engines_differ_in_their_quantization_only() -> None:
     assert kept == ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in range(4))]
     assert configs["marlin"]["quantization_config"] == MODELOPT_NVFP4
     options = serving.engine_options(serving.ServeOptions(sequences=(4, 32)))
-    assert options["compilation_config"] == {"cudagraph_capture_sizes": [1, 4, 8, 32]}
+    assert options["compilation_config"] == {"cudagraph_capture_sizes": [4, 32]}
     assert options["max_num_seqs"] == 32
     graphs = serving.engine_options(serving.ServeOptions(compile=False))["compilation_config"]
     assert (graphs["mode"], graphs["cudagraph_mode"]) == (0, "FULL_DECODE_ONLY")
@@ -441,7 +441,7 @@ for line in sys.stdin:
         answer(event="memory", weights_gib=17.0, kv_cache_tokens=100_000, reserved_gib=40.0, card_gib=140.0)
     elif m.get("event") == "experts":
         answer(event="experts", hit=m["sequences"] / 4)
-    elif name == "fp8-block" and m["sequences"] == 64:
+    elif name == "fp8-block" and m["sequences"] == 64 and m["output"] > 16:
         print("RuntimeError: out of memory", file=sys.stderr); sys.exit(7)
     else:
         answer(event="done", seconds=1.0 if name == "quads" else 2.0)

@@ -102,7 +102,7 @@ class ServeOptions:
 
 def engine_options(options: ServeOptions) -> dict[str, Any]:
     """Arguments of vllm.LLM that are the same for every engine."""
-    graphs: dict[str, Any] = {"cudagraph_capture_sizes": sorted({1, 8, *options.sequences})}
+    graphs: dict[str, Any] = {"cudagraph_capture_sizes": sorted(options.sequences)}
     if not options.compile:
         graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     common: dict[str, Any] = {
@@ -175,8 +175,8 @@ class _Run:
             if count_experts and self.options.together:
                 self._count(counter)
             counting.close()
-            for count in self.options.sequences:
-                for repeat in range(self.options.repeats + 1):  # the first, with few tokens, warms up
+            for repeat in range(self.options.repeats + 1):  # the first, with few tokens, warms up
+                for count in self.options.sequences:
                     for name in list(workers):
                         self._guarded(workers, name, partial(self._generate, count=count, repeat=repeat))
                         self._step(f"{name}, {count} sequences")
