@@ -21,6 +21,7 @@ from vllm_quads.nvfp4 import (
     fingerprint_of,
     unit_fingerprint,
 )
+from vllm_quads.plugin.digests import DigestTable, added
 from vllm_quads.plugin.linear import QuadsLinearMethod
 from vllm_quads.plugin.loading import PackedLoader
 from vllm_quads.plugin.moe import QuadsMoEMethod
@@ -122,11 +123,11 @@ def test_expert_parallel_ranks_hold_their_experts() -> None:
 
 def digests(*layers: Any) -> dict[str, int]:
     """Digests of the units of some ranks' layers, added up as a refit does."""
-    total: dict[str, int] = {}
+    ranks = []
     for layer in layers:
-        for unit in units_of("x", layer.quads):
-            total[unit.name] = (total.get(unit.name, 0) + int(unit.digest())) % 2**64
-    return total
+        units = units_of("x", layer.quads)
+        ranks.append(DigestTable(units, torch.device("cpu")).of_what_serves(units))
+    return added(ranks)
 
 
 def test_digests_of_ranks_add_up_to_those_of_one() -> None:

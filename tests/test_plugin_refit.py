@@ -21,6 +21,7 @@ pytest.importorskip("vllm")
 from vllm_quads.checkpoint import quantize_checkpoint
 from vllm_quads.compensation import CompensationState
 from vllm_quads.nvfp4 import Contract, ContractError, QuadsError, QuantizedSet, RefitError
+from vllm_quads.plugin.digests import DigestTable
 from vllm_quads.plugin.loading import PackedLoader
 from vllm_quads.plugin.undo import UndoLog
 from vllm_quads.plugin.units import Unit
@@ -399,17 +400,17 @@ def test_an_interrupt_is_rolled_back(
     tensors = tensors_of(other) | {f"{EXPERT}.gate_proj.input_scale": torch.tensor(0.5)}
     loader = quads_layers(serving)["quads.model.layers.1.mlp.experts"].loader
     kept = dict(loader._input_scales)
-    original, calls = Unit.digest, []
+    original, calls = DigestTable.write, []
 
-    def interrupted(self: Unit, *shards: Any) -> Tensor:
-        calls.append(self)
+    def interrupted(self: DigestTable, *args: Any) -> None:
+        calls.append(args)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return original(self, *shards)
+        original(self, *args)
 
     engine = as_engine(serving)
     engine.begin(manifest(serving, tensors, expected[other][1]))
-    monkeypatch.setattr(Unit, "digest", interrupted)
+    monkeypatch.setattr(DigestTable, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.load(reversed(tensors.items()))
     monkeypatch.undo()

@@ -82,6 +82,7 @@ class Payload:
         else:
             shapes = {name: shape for w in weights_of(model) for name, shape in w.matrices.items()}
             self.contract, self.quantized = contract, contract.resolve(shapes, decoder_layers(self.model))
+        self._renamed: dict[str, str | None] = {}
         self._weights: dict[str, Weight] = {}
         self._groups: dict[str, list[Weight]] = {}
         self._adapters = Adapters.of(self.model)
@@ -206,6 +207,16 @@ class Payload:
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:
                     yield f"{path}.{name}" if path else name, buffer
+
+    def named(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """`convert`, which takes a millisecond, but remembered for parameters that are only renamed."""
+        if name not in self._renamed:
+            meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            converted = self.convert(name, meta)
+            disk, result = next(iter(converted.items()))
+            self._renamed[name] = disk if len(converted) == 1 and result is meta else None
+        new = self._renamed[name]
+        return self.convert(name, tensor) if new is None else {new: tensor}
 
     def convert(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Checkpoint names and tensors of one parameter."""

@@ -42,7 +42,8 @@ class PushStream:
         self._amax: dict[str, Tensor] = {}
         self._units: dict[str, Tensor] = {}
         self._kept: dict[str, WeightQuantizer] = {}
-        if not payload.sharded:
+        self._sharded = payload.sharded
+        if not self._sharded:
             for _, _, quantizer in quantizers_of(payload.model):
                 if quantizer.state.cache_mode() is CacheMode.PACKED:
                     self._kept[quantizer.name] = quantizer
@@ -61,7 +62,7 @@ class PushStream:
                 found |= weight.matrices.keys()
                 specs |= self._weight_specs(weight)
                 continue
-            for disk, tensor in self._payload.convert(name, meta).items():
+            for disk, tensor in self._payload.named(name, meta).items():
                 if canonical_name(disk) in self._payload.quantized:
                     raise MismatchError(f"{disk}: is quantized, but {name} is not; this model family is not supported")
                 specs[disk] = TensorSpec(tuple(tensor.shape), plain_dtype(tensor))
@@ -73,7 +74,7 @@ class PushStream:
             )
         for name, buffer in self._payload.buffers():
             meta = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
-            specs |= {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in self._payload.convert(name, meta).items()}
+            specs |= {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in self._payload.named(name, meta).items()}
         return specs
 
     @torch.no_grad()
@@ -86,7 +87,7 @@ class PushStream:
         groups: dict[str, list[Tensor]] = {}
         for weight in self._payload.weights():
             tensor = weight.tensor
-            own = full_amax(tensor, weight.name) if self._payload.sharded else weight_amax(tensor.detach())
+            own = full_amax(tensor, weight.name) if self._sharded else weight_amax(tensor.detach())
             check.add(weight.name, own)
             frozen = self._payload.frozen.get(weight.name)
             self._amax[weight.name] = own if frozen is None else frozen.to(own.device)
@@ -105,12 +106,12 @@ class PushStream:
             weight = self._payload.weight(name)
             if weight is None:
                 full = self._payload.merged(name, full_tensor(parameter))
-                for disk, tensor in self._payload.convert(name, full).items():
+                for disk, tensor in self._payload.named(name, full).items():
                     yield disk, tensor.to(plain_dtype(tensor)).contiguous()
                 continue
             yield from self._weight_tensors(weight, full_tensor(parameter))
         for name, buffer in self._payload.buffers():
-            for disk, tensor in self._payload.convert(name, full_tensor(buffer)).items():
+            for disk, tensor in self._payload.named(name, full_tensor(buffer)).items():
                 yield disk, tensor.contiguous()
 
     def follow(self) -> Generator[tuple[str, Tensor], None, None]:

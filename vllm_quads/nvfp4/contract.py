@@ -277,6 +277,8 @@ class QuantizedSet:
 
     def require_equal(self, other: QuantizedSet, mine: str = "trainer", theirs: str = "rollout") -> None:
         """Raise MismatchError naming the first tensor on which two resolved sets differ."""
+        if self.shapes == other.shapes:
+            return
         for name in sorted({*self.shapes, *other.shapes}):
             a, b = self.shapes.get(name), other.shapes.get(name)
             if a == b:

@@ -45,6 +45,7 @@ class HopperExperts:
     def __init__(self) -> None:
         self._moe: PreparedMoE | None = None
         self._bias13: Tensor | None = None
+        self._is_centered = False
 
     def prepare(
         self, w13: Packed, w2: Packed, w13_site: SiteState, w2_site: SiteState, *, centered: bool = True
@@ -55,8 +56,10 @@ class HopperExperts:
             assert self._moe is not None
             self._moe.w13_decode.copy_(w13[2])
             self._moe.w2_decode.copy_(w2[2][:, None].expand(-1, 2))
-        bias = self._bias(w13_site.center) if centered else self._zero_bias()
-        self._bias13 = bias if self._bias13 is None else self._bias13.copy_(bias)
+        if centered or self._bias13 is None or self._is_centered:
+            bias = self._bias(w13_site.center) if centered else self._zero_bias()
+            self._bias13 = bias if self._bias13 is None else self._bias13.copy_(bias)
+            self._is_centered = centered
 
     def install(self, prefix: str, codes: Tensor, scales: Tensor) -> None:
         moe = self._moe

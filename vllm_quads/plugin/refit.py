@@ -38,16 +38,17 @@ from vllm_quads.nvfp4 import (
 from vllm_quads.plugin import compat
 from vllm_quads.plugin.arrivals import Arrivals
 from vllm_quads.plugin.config import QuadsConfig
+from vllm_quads.plugin.digests import MODULO, DigestTable, added, over_ranks
+from vllm_quads.plugin.flags import Flags
 from vllm_quads.plugin.inventory import Inventory, Plan, TensorName
 from vllm_quads.plugin.phases import PhaseTimer
 from vllm_quads.plugin.runtime import ExpertsRuntime, LayerRuntime, LinearRuntime
 from vllm_quads.plugin.undo import UndoLog
-from vllm_quads.plugin.units import Flag, units_of
+from vllm_quads.plugin.units import units_of
 from vllm_quads.refit import EngineState, Manifest, RefitCounters, RefitReport, RefitStatus, Rollback, TensorSpec
 
 KEEP_SERVING = "the previous weights keep serving"
 REFUSES = "the previous weights are gone, and the engine refuses to serve until a complete refit succeeds"
-_MODULO = 1 << 64
 _FLUSH_BYTES = 256 * 1024**2
 """Weights that are not quantized are handed to vLLM's loaders whenever this much has arrived."""
 # Not on the config: vLLM's reload metadata reaches it from parameters, and would keep the model alive for ever.
@@ -73,8 +74,9 @@ def session_of(model: nn.Module) -> RefitSession:
 
 def model_digests(config: QuadsConfig) -> dict[str, int]:
     """Digest of every unit that is serving, added up over tensor-parallel ranks; all ranks have to ask."""
-    own = _read_digests({u.name: u.digest() for key, r in config.runtimes.items() for u in units_of(key, r)})
-    return _added(compat.gather(own))
+    units = [unit for key, runtime in config.runtimes.items() for unit in units_of(key, runtime)]
+    device = next(b.device for r in config.runtimes.values() for b in r.buffers())
+    return over_ranks(DigestTable(units, device).of_what_serves(units))
 
 
 def model_fingerprint(config: QuadsConfig) -> str:
@@ -132,8 +134,9 @@ class _Refit:
     serving_before: str | None
     """Why the engine did not serve before the refit, or None."""
     undo: UndoLog | None
-    flags: list[Flag] = field(default_factory=list)
-    digests: dict[str, Tensor] = field(default_factory=dict)
+    digests: Tensor
+    """Of every matrix of this rank (`DigestTable`)."""
+    flags: Flags = field(default_factory=Flags)
     loaders: dict[str, Any] = field(default_factory=dict)
     """Layer -> what its loader remembers of the time before."""
     compensation: CompensationState | None = None
@@ -154,6 +157,7 @@ class RefitSession:
         self._config = config
         self._inventory = Inventory(model, config)
         self._device = next(model.parameters()).device
+        self._table = DigestTable(self._inventory.units, self._device)
         self._open: _Refit | None = None
         self._undo = UndoLog()
         self._known: dict[str, tuple[int, int]] = {}
@@ -204,6 +208,7 @@ class RefitSession:
             partial=[k for k, r in self._config.runtimes.items() if r.loader.is_partial()],
             serving_before=self._config.refusal,
             undo=self._undo if keeps else None,
+            digests=self._table.empty(),
         )
         timer.add("validate", time.perf_counter() - start)
         self._open = refit
@@ -259,7 +264,7 @@ class RefitSession:
             if refit is None:
                 raise RefitError(failed or "no refit is under way; call begin(manifest) first")
             self._finish_installing(refit)
-            own = _read_digests(refit.digests)
+            own = self._table.read(refit.digests)
         except Exception as e:
             error = e
         except BaseException as e:
@@ -274,7 +279,7 @@ class RefitSession:
             if other is not None:
                 raise RefitError(f"the refit failed on another rank: {other}")
             assert refit is not None
-            totals = _added([o for _, o, _ in outcomes if o is not None])
+            totals = added([o for _, o, _ in outcomes if o is not None])
             self._compare(refit.manifest, totals, digests)
         except BaseException as e:
             if refit is None:
@@ -331,15 +336,14 @@ class RefitSession:
 
     def _digests(self) -> dict[str, int]:
         """Digests of this rank's units, computed only where weights have changed since the last time."""
-        stale = {}
-        for unit in self._inventory.units:
-            known = self._known.get(unit.name)
-            if known is None or known[0] != unit.runtime.loader.version:
-                stale[unit.name] = unit.digest()
-        fresh = _read_digests(stale)
-        for unit in self._inventory.units:
-            if unit.name in fresh:
-                self._known[unit.name] = (unit.runtime.loader.version, fresh[unit.name])
+        stale = [
+            unit
+            for unit in self._inventory.units
+            if self._known.get(unit.name, (None, 0))[0] != unit.runtime.loader.version
+        ]
+        fresh = self._table.of_what_serves(stale) if stale else {}
+        for unit in stale:
+            self._known[unit.name] = (unit.runtime.loader.version, fresh[unit.name])
         return {name: digest for name, (_, digest) in self._known.items()}
 
     # -- receive -------------------------------------------------------------------------------------------------
@@ -374,7 +378,8 @@ class RefitSession:
             )
 
     def _flag_plain(self, refit: _Refit, name: str, tensor: Tensor) -> None:
-        refit.flags.append(Flag(~torch.isfinite(tensor).all(), f"{name}: holds NaN or Inf; the trainer has diverged"))
+        message = f"{name}: holds NaN or Inf; the trainer has diverged"
+        refit.flags.add("bad", ~torch.isfinite(tensor).all(), message)
 
     def _install(self, refit: _Refit, arrivals: Arrivals) -> None:
         """Write one unit, whose tensors have all arrived."""
@@ -383,12 +388,11 @@ class RefitSession:
         with timer.phase("validate"):
             if arrivals.is_float:
                 amax = unit.shared_amax(arrivals.fields)
-                bad = ~torch.isfinite(amax).all()
-                refit.flags.append(Flag(bad, f"{unit.name}: holds NaN or Inf; the trainer has diverged"))
+                refit.flags.add("amax", amax, f"{unit.name}: holds NaN or Inf; the trainer has diverged")
                 frozen = loader.frozen_amax(unit.matrices)
                 amax = amax if frozen is None else frozen.to(amax.device).reshape(amax.shape)
             else:
-                refit.flags += unit.check_packed(arrivals.fields)
+                unit.watch(arrivals.fields, refit.flags)
         self._before_writing(refit)
         with timer.phase("undo"):
             if unit.key not in refit.loaders:
@@ -406,7 +410,7 @@ class RefitSession:
                 shards = unit.write_quantized(arrivals.fields, amax)
         unit.write_input_scales(arrivals.fields, arrivals.input_scales)
         with timer.phase("verify"):
-            refit.digests[unit.name] = unit.digest(shards)
+            self._table.write(unit, refit.digests, shards)
         refit.units_left[unit.key] -= 1
         if refit.units_left[unit.key] == 0:
             loader.replaced()
@@ -432,7 +436,7 @@ class RefitSession:
     def _before_writing(self, refit: _Refit) -> None:
         """What is damaged must not be the first thing that is written. On a CPU, looking costs nothing: always."""
         if not refit.touched or self._device.type == "cpu":
-            _raise_first(refit)
+            refit.flags.check()
         if not refit.touched:
             refit.touched = True
             self._config.refusal = (
@@ -445,7 +449,7 @@ class RefitSession:
         if refit.outstanding:
             missing = next(n for n in refit.manifest.tensors if n in refit.outstanding)
             raise RefitError(f"{missing}: was promised by the manifest but never sent")
-        _raise_first(refit)
+        refit.flags.check()
         self._absorb()
         sensitivities = dict(refit.manifest.compensation)
         gathered = any(runtime.statistics for runtime in self._config.runtimes.values())
@@ -467,7 +471,7 @@ class RefitSession:
     def _compare(manifest: Manifest, own: Mapping[str, int], theirs: Mapping[str, int] | None) -> None:
         if theirs is not None:
             for unit in sorted({*own, *theirs}):
-                if unit not in own or unit not in theirs or (own[unit] - theirs[unit]) % _MODULO:
+                if unit not in own or unit not in theirs or (own[unit] - theirs[unit]) % MODULO:
                     raise RefitError(
                         f"{unit}: the rollout arrived at other bytes than the trainer (digest "
                         f"{_hex(own.get(unit))} != {_hex(theirs.get(unit))}): they do not hold the same quantized "
@@ -586,33 +590,8 @@ class RefitSession:
             raise RefitError(f"{wrong}: has other bytes than before")
 
 
-def _raise_first(refit: _Refit) -> None:
-    """Raise RefitError for the first condition that is not met; waits for the device once."""
-    flags, refit.flags = refit.flags, []
-    if not flags:
-        return
-    for flag, bad in zip(flags, torch.stack([f.bad for f in flags]).tolist(), strict=True):
-        if bad:
-            raise RefitError(flag.message)
-
-
-def _read_digests(digests: Mapping[str, Tensor]) -> dict[str, int]:
-    """Digests on the host, 0 .. 2^64; waits for the device once."""
-    if not digests:
-        return {}
-    return {n: v % _MODULO for n, v in zip(digests, torch.stack(list(digests.values())).tolist(), strict=True)}
-
-
-def _added(ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for own in ranks:
-        for name, digest in own.items():
-            total[name] = (total.get(name, 0) + digest) % _MODULO
-    return total
-
-
 def _hex(digest: int | None) -> str:
-    return "none" if digest is None else f"{digest % _MODULO:016x}"
+    return "none" if digest is None else f"{digest % MODULO:016x}"
 
 
 __all__ = ["RefitSession", "config_of", "model_digests", "model_fingerprint", "refresh_compensation", "session_of"]

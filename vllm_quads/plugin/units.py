@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vllm_quads.kernels.weights import QuantizedStack, digest_stack, quantize_stack, weight_amax
-from vllm_quads.nvfp4 import BLOCK_SIZE, name_weights, unit_of
+from vllm_quads.kernels.weights import QuantizedStack, quantize_stack, weight_amax
+from vllm_quads.nvfp4 import BLOCK_SIZE, unit_of
 from vllm_quads.plugin.backends import WeightHolder
+from vllm_quads.plugin.flags import Flags
 from vllm_quads.plugin.loading import Matrix, Role
 from vllm_quads.plugin.runtime import ExpertsRuntime, LayerRuntime
 
@@ -31,14 +30,6 @@ FIELD_DTYPES = {
 }
 _UNITS_PER_K = {"float": 1, "codes": 2, "scales": BLOCK_SIZE}
 PACKED_FIELDS = ("codes", "scales", "global")
-
-
-class Flag(NamedTuple):
-    """A condition that the device knows and the host does not yet."""
-
-    bad: Tensor
-    """bool scalar."""
-    message: str
 
 
 @dataclass(frozen=True)
@@ -97,46 +88,26 @@ class Unit:
             return [holder.stored(self.prefix), *scales]
         return [self._param(Role.WEIGHT), self._param(Role.BLOCK_SCALE), *scales]
 
-    def stored(self, section: Section) -> QuantizedStack:
-        """A section's shard [E, P, ...] as it serves: views of the parameters, or copies if a backend holds them."""
+    def stored(self) -> list[QuantizedStack]:
+        """Each section's shard [E, P, ...] as it serves: views of parameters, or copies if a backend holds them."""
         decode = self._param(Role.DECODE_SCALE)
         holder = self.holder
         if holder is not None:
             codes, scales = holder.packed(self.prefix)
         else:
             codes, scales = self._param(Role.WEIGHT), self._param(Role.BLOCK_SCALE)
-        if section.rows is None:
-            n = section.first.local_n[1]
-            return QuantizedStack(
-                codes.view(*section.lead, n, -1), scales.view(*section.lead, n, -1), decode.view(section.lead)
-            )
-        (index,) = section.first.scalar
-        return QuantizedStack(
-            codes[section.rows][None, None], scales[section.rows][None, None], decode[index : index + 1].view(1, 1)
-        )
-
-    def digest(self, shards: Sequence[QuantizedStack] | None = None) -> Tensor:
-        """This rank's part of the unit's digest, int64 scalar: of what serves, or of shards that `write_*` returned."""
-        if shards is None:
-            shards = [self.stored(section) for section in self.sections]
-        total = torch.zeros((), dtype=torch.int64, device=self._param(Role.DECODE_SCALE).device)
-        for section, shard, weights in zip(self.sections, shards, self._name_weights, strict=True):
-            m = section.first
-            if not m.counted:  # another rank has the same shard
+        out = []
+        for section in self.sections:
+            if section.rows is None:
+                lead = (*section.lead, section.first.local_n[1], -1)
+                out.append(QuantizedStack(codes.view(lead), scales.view(lead), decode.view(section.lead)))
                 continue
-            digests = digest_stack(
-                shard,
-                row_offset=m.local_n[0],
-                k_offset=m.local_k[0],
-                count_global=m.local_n[0] == 0 and m.local_k[0] == 0,
+            (index,) = section.first.scalar
+            rows = section.rows
+            out.append(
+                QuantizedStack(codes[rows][None, None], scales[rows][None, None], decode[index : index + 1].view(1, 1))
             )
-            total += (digests.flatten() * weights).sum()
-        return total
-
-    @cached_property
-    def _name_weights(self) -> list[Tensor]:
-        device = self._param(Role.DECODE_SCALE).device
-        return [name_weights((m.name for m in s.matrices), device) for s in self.sections]
+        return out
 
     def write_packed(self, fields: Sequence[dict[str, Tensor]]) -> list[QuantizedStack]:
         """Write whole packed fields of each section; returns the shards that were written."""
@@ -146,22 +117,24 @@ class Unit:
         ]
         if self.holder is not None:
             return [self._install(self.holder, shards[0])]
-        for section, shard in zip(self.sections, shards, strict=True):
-            for source, target in zip(shard, self.stored(section), strict=True):
+        stored = self.stored()
+        for shard, kept in zip(shards, stored, strict=True):
+            for source, target in zip(shard, kept, strict=True):
                 if source.dtype == torch.float8_e4m3fn:  # it has few kernels
                     source, target = source.view(torch.uint8), target.view(torch.uint8)
                 target.copy_(source)
-        return [self.stored(section) for section in self.sections]
+        return stored
 
     def write_quantized(self, fields: Sequence[dict[str, Tensor]], amax: Tensor) -> list[QuantizedStack]:
         """Quantize whole float weights of each section with amax [E, P]; returns the shards that were written."""
         shards = []
         holder = self.holder
-        for section, arrived in zip(self.sections, fields, strict=True):
+        stored = self.stored() if holder is None else [None] * len(self.sections)
+        for section, arrived, kept in zip(self.sections, fields, stored, strict=True):
             weight = section.shard("float", arrived["float"])
             if not weight.is_contiguous():
                 weight = weight.contiguous()
-            shards.append(quantize_stack(weight, amax, out=self.stored(section) if holder is None else None))
+            shards.append(quantize_stack(weight, amax, out=kept))
         return shards if holder is None else [self._install(holder, shards[0])]
 
     def _install(self, holder: WeightHolder, shard: QuantizedStack) -> QuantizedStack:
@@ -188,16 +161,13 @@ class Unit:
                 if matrix.name in present:
                     self.runtime.loader.set_input_scale(matrix, values["input"].flatten()[i])
 
-    def check_packed(self, fields: Sequence[dict[str, Tensor]]) -> list[Flag]:
-        """Conditions that damaged packed fields do not meet."""
-        flags = []
+    def watch(self, fields: Sequence[dict[str, Tensor]], flags: Flags) -> None:
+        """Look for damage in packed fields."""
         for arrived in fields:
-            scales = arrived["scales"].view(torch.uint8).amax() >= 0x7F
-            flags.append(Flag(scales, f"{self.name}.weight_scale: holds NaN or negative block scales"))
-            decode = arrived["global"]
-            good = (torch.isfinite(decode) & (decode > 0)).all()
-            flags.append(Flag(~good, f"{self.name}.weight_scale_2: expected finite, positive global scales"))
-        return flags
+            scales = arrived["scales"].view(torch.uint8).amax()
+            flags.add("scale", scales, f"{self.name}.weight_scale: holds NaN or negative block scales")
+            scalars = arrived["global"].clone()  # the sender may overwrite its memory before the check
+            flags.add("global", scalars, f"{self.name}.weight_scale_2: expected finite, positive scales")
 
     def _param(self, role: Role) -> Tensor:
         param: Tensor = getattr(self.runtime.layer, self.prefix + role.value).data

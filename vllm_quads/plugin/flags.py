@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conditions that the device knows before the host does: collected without waiting, asked together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vllm_quads.nvfp4 import RefitError
+
+_BAD: dict[str, Callable[[Tensor], Tensor]] = {
+    "amax": lambda x: ~torch.isfinite(x),
+    "global": lambda x: ~(torch.isfinite(x) & (x > 0)),
+    "scale": lambda x: x >= 0x7F,
+    "bad": lambda x: x,
+}
+"""What makes a value bad: an amax that is not finite, a global scale that is not a finite positive number, the largest
+block scale as a byte (NaN or negative from 0x7F on), or a bool that says so itself."""
+
+
+class Flags:
+    """Values on the device, with the error that a bad one among them means."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[Tensor]] = {}
+        self._messages: dict[str, list[str]] = {}
+
+    def add(self, kind: str, value: Tensor, message: str) -> None:
+        """Watch values [...] of a kind; they must not change before `check`."""
+        self._values.setdefault(kind, []).append(value)
+        self._messages.setdefault(kind, []).append(message)
+
+    def check(self) -> None:
+        """Raise RefitError for the first bad value of each kind, and forget all; waits for the device once."""
+        values, messages = self._values, self._messages
+        self._values, self._messages = {}, {}
+        if not values:
+            return
+        bad = {kind: _BAD[kind](torch.cat([v.flatten() for v in of_kind])) for kind, of_kind in values.items()}
+        found = torch.stack([b.any() for b in bad.values()]).tolist()
+        for kind, is_bad in zip(bad, found, strict=True):
+            if is_bad:
+                first = int(bad[kind].nonzero()[0, 0])
+                for value, message in zip(values[kind], messages[kind], strict=True):
+                    first -= value.numel()
+                    if first < 0:
+                        raise RefitError(message)
