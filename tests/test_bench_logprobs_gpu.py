@@ -23,7 +23,10 @@ def _missing() -> str:
 @pytest.mark.gpu
 @pytest.mark.skipif(bool(_missing()), reason=_missing())
 def test_drift_of_quads_between_cpu_and_gpu_is_that_of_bf16(tmp_path: Path) -> None:
-    """With the residual in every row, KL and mean gap between CPU and GPU are at most 3 times those of plain BF16."""
+    """With the residual in every row, KL and mean gap between CPU and GPU stay within 4 times those of plain BF16.
+
+    On 12 of the model's layers an H200 showed 2.7 and 1.8 times; plain W4A4, whose codes flip undone, over 100 times.
+    """
     from vllm_quads.bench.logprobs import BF16, ROWS, Recording, run_logprobs
     from vllm_quads.smollm2_moe import build_smollm2_moe
 
@@ -32,8 +35,8 @@ def test_drift_of_quads_between_cpu_and_gpu_is_that_of_bf16(tmp_path: Path) -> N
     drift, own = (result.get(f"{arm}, here against there") for arm in (BF16, ROWS))
     assert drift is not None
     assert own is not None
-    assert own.values[0] <= 3 * drift.values[0]
-    assert own.values[1] <= 3 * drift.values[1]
+    assert own.values[0] <= 4 * drift.values[0]
+    assert own.values[1] <= 4 * drift.values[1]
 
 
 def test_the_recording_is_of_this_schema() -> None:
