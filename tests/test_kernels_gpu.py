@@ -271,6 +271,18 @@ def test_partial_expert_map_and_ids_out_of_range() -> None:
     assert relative_error(got, want) < 4e-3
 
 
+def test_no_tokens_and_experts_without_tokens() -> None:
+    """A batch of no tokens gives no rows; all tokens may choose one and the same expert."""
+    layer = Layer(8, 512, 128)
+    x = activations(20, 512, torch.bfloat16).cuda()
+    weights, ids = routing(20, 8, 2, 3)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert quads_moe(x[:0].to(dtype), layer.prepared, weights[:0], ids[:0]).shape == (0, 512)
+    ids.fill_(5)
+    want = layer.reference(x, weights, ids, False, MoECompensation())
+    assert relative_error(quads_moe(x, layer.prepared, weights, ids), want) < 4e-3
+
+
 def test_a_token_does_not_depend_on_its_batch() -> None:
     """Within one GEMM variant, a token's output is bitwise the same alone, in a batch, and run after run."""
     layer = Layer(8, 1024, 256)
