@@ -486,16 +486,20 @@ def test_an_interruption_keeps_what_was_measured(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(serving, "WORKER", (str(fake),))
     monkeypatch.setattr(environment, "require", lambda **_: None)
 
-    def stop_at_64(done: int, total: int, what: str) -> None:
-        if "64 sequences" in what:
-            raise KeyboardInterrupt
+    def stop_at(step: int) -> Any:
+        def progress(done: int, total: int, what: str) -> None:
+            if done == step:
+                raise KeyboardInterrupt
+
+        return progress
 
     options = serving.ServeOptions(engines=("bf16",), sequences=(16, 64), repeats=1)
-    result = serving.run_serve(options, stop_at_64)
+    up_and_warm = 3
+    result = serving.run_serve(options, stop_at(up_and_warm + 1))
     assert result.missing == {serving.INTERRUPTED: "interrupted"}
     assert result.get(ENGINES["bf16"].label).values == {16: 16 * 128.0}  # type: ignore[union-attr]
     with pytest.raises(KeyboardInterrupt):
-        serving.run_serve(replace(options, sequences=(64,)), stop_at_64)
+        serving.run_serve(options, stop_at(up_and_warm))
 
 
 def test_engines_share_a_card_as_far_as_they_fit() -> None:
