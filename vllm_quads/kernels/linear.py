@@ -78,6 +78,7 @@ def prepare_linear(codes: Tensor, scales: Tensor, decode: Tensor, out: PreparedL
     elif (out.rows, out.k) != (rows, k):
         raise FormatError(f"out was prepared for {(out.rows, out.k)} (N, K), not for {(rows, k)}")
     arrange_into(codes[None], scales[None], out.weight, gate_up=False)
+    # After the weights: the GEMM may start to read weights before its predecessor is complete, never before this copy.
     out.decode.copy_(decode.expand(rows))
     return out
 
