@@ -6,8 +6,11 @@ Its server mode is tested with the other tests of a server, in test_plugin_serve
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +32,7 @@ from trainer_qat.integrations.trl import QuadsGRPOTrainer
 from vllm_quads.nvfp4 import Contract, ContractError, MismatchError
 from vllm_quads.refit import as_engine
 
+ROOT = Path(__file__).parents[1]
 STEPS = 5
 PROMPTS = ["hello world", "abc", "the sky", "12345"]
 ENGINE = {"enforce_eager": True, "num_gpu_blocks_override": 64, "max_num_batched_tokens": 256}
@@ -71,8 +75,10 @@ def policy(make_tiny: Callable[..., Path]) -> Path:
 
     path = make_tiny("qwen3_moe", seed=3)
     vocabulary = {chr(i) if 32 <= i < 127 else f"<{i}>": i for i in range(256)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<255>"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<0>", pad_token="<1>").save_pretrained(path)
+    characters = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<255>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<0>", pad_token="<1>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(path)
     return path
 
 
@@ -264,3 +270,22 @@ def test_the_mixin_goes_in_front_of_other_grpo_trainers() -> None:
 
     assert Trainer.log is integration.QuadsMixin.log
     assert Trainer.__mro__.index(integration.QuadsMixin) < Trainer.__mro__.index(Mine)
+
+
+def test_the_example_runs(run: SimpleNamespace, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """examples/trl_grpo.py, with QUADS and with --naive, on the tiny model instead of SmolLM2-MoE."""
+    spec = importlib.util.spec_from_file_location("trl_grpo", ROOT / "examples" / "trl_grpo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    made: list[Any] = []
+    for arm in ([], ["--naive"]):
+        arguments = ["--model", str(policy), "--steps", "1", "--prompts", "1", "--tokens", "4", "--out", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", ["trl_grpo.py", *arguments, *arm])
+        monkeypatch.setattr(example, "GRPOTrainer", lambda *a, **k: made.append(QuadsGRPOTrainer(*a, **k)) or made[-1])
+        assert example.main() == 0
+        stop_engine(made.pop().vllm_generation.llm)
+        (line,) = json.loads((tmp_path / "metrics.json").read_text())
+        assert line["quads/policy_version"] == 1
+        assert line["quads/sampling_logp_difference/mean"] > 0

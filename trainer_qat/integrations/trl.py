@@ -25,6 +25,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import trl
 from accelerate.utils import gather_object
 from torch import Tensor
 from trl import GRPOTrainer
@@ -36,9 +37,12 @@ from trainer_qat.integrations.hf import PREFIX, FollowSteps, push_metrics
 from trainer_qat.prepare import QatReport, is_prepared, prepare_qat, state_of
 from trainer_qat.sensitivity import sensitivities
 from trainer_qat.sync import RolloutSync
-from vllm_quads.nvfp4 import Contract, ContractError, MismatchError, first_difference
+from vllm_quads.nvfp4 import Contract, ContractError, MismatchError, QuadsError, first_difference
 from vllm_quads.refit import HttpEngine, RefitReport
 
+HOOKS = ("_init_vllm", "sync_weights", "generate")
+if not all(callable(getattr(vllm_generation.VLLMGeneration, hook, None)) for hook in HOOKS):
+    raise QuadsError(f"TRL {trl.__version__} has no VLLMGeneration with {HOOKS}; install trl 1.16")
 SAMPLES = 8
 """Sequences that sensitivities are computed on: one forward and one backward pass per push."""
 
