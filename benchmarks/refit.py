@@ -92,15 +92,20 @@ def trainer(layers: int) -> Any:
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
     model = model.to_empty(device="cuda").requires_grad_(False)
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(std=0.02, generator=generator) if p.dim() > 1 else p.fill_(1.0)
-        for b in model.buffers():
-            b.fill_(1.0)
+    fill(model, seed=0)
     say(event="trainer", transformers=transformers.__version__, gib=torch.cuda.memory_allocated() / 2**30)
     prepare_qat(model)
     return model.eval()
+
+
+@torch.no_grad()
+def fill(model: Any, seed: int) -> None:
+    """Random weights."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    for p in model.parameters():
+        p.normal_(std=0.02, generator=generator) if p.dim() > 1 else p.fill_(1.0)
+    for b in model.buffers():
+        b.fill_(1.0)
 
 
 def quads(layers: int, directory: Path, repeats: int) -> None:
@@ -120,23 +125,76 @@ def quads(layers: int, directory: Path, repeats: int) -> None:
     experts = sum(p.nbytes for n, p in model.named_parameters() if ".experts." in n)
     packed_bytes = int(experts * 0.28125)
     say(event="floor", copy_gbs=bandwidth / 1e9, bf16=experts / bandwidth, packed=packed_bytes / bandwidth)
-    for rollback in ("none", "host"):
-        for packed in (True, False):
-            for i in range(repeats):
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                report, seconds = timed(lambda p=packed, r=rollback: sync.push(packed=p, rollback=r))
-                peak = torch.cuda.max_memory_allocated() - before
-                say(event="push", packed=packed, rollback=rollback, repeat=i, push=seconds, peak_gib=peak / 2**30,
-                    tensors=report.tensors, gb=report.bytes / 1e9, **dict(report.seconds))  # fmt: skip
+    for packed in (True, False):
+        pushes(sync, packed, "none", repeats)
+    install_only(llm, sync, bandwidth, experts, packed_bytes)
+    pushes(sync, True, "host", repeats)
     served, seconds = timed(rollout.fingerprint)
+    report = rollout.status().report
+    assert report is not None
     assert served == report.fingerprint, "what serves is not what was pushed"
     say(event="fingerprint", seconds=seconds, equal=True)
-    install_only(llm, sync, bandwidth, experts, packed_bytes)
-    before = generate(llm)
-    report = sync.push(rollback="none")
-    assert generate(llm) == before, "the same weights give other tokens after a push"
-    say(event="done", status=rollout.status().counters.__dict__)
+    check(llm, model, sync)
+    say(event="done", **vars(rollout.status().counters))
+
+
+def pushes(sync: Any, packed: bool, rollback: str, repeats: int) -> None:
+    """End-to-end pushes, the trainer's quantization included."""
+    for i in range(repeats):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        report, seconds = timed(lambda: sync.push(packed=packed, rollback=rollback))
+        peak = torch.cuda.max_memory_allocated() - before
+        say(event="push", packed=packed, rollback=rollback, repeat=i, push=seconds, peak_gib=peak / 2**30,
+            tensors=report.tensors, gb=report.bytes / 1e9, **dict(report.seconds))  # fmt: skip
+
+
+def check(llm: Any, model: Any, sync: Any) -> None:
+    """Failures, and a comparison with vLLM's own loaders, through the captured graphs. Raises AssertionError."""
+    from vllm_quads.nvfp4 import RefitError
+    from vllm_quads.refit import as_engine
+
+    rollout: Any = as_engine(llm)
+    first, fingerprint = generate(llm), rollout.fingerprint()
+    load = type(rollout).load
+
+    def dying(self: Any, tensors: Iterator[Any]) -> None:
+        def half() -> Iterator[Any]:
+            for i, item in enumerate(tensors):
+                if i == 300:
+                    raise OSError("the trainer has died")
+                yield item
+
+        load(self, half())
+
+    fill(model, seed=1)
+    for rollback in ("host", "none"):
+        type(rollout).load = dying
+        try:
+            sync.push(rollback=rollback)
+        except RefitError as e:
+            say(event="failure", rollback=rollback, message=str(e)[-160:])
+        finally:
+            type(rollout).load = load
+        if rollback == "host":
+            assert generate(llm) == first, "a rolled-back engine gives other log-probs"
+            assert rollout.fingerprint() == fingerprint
+            continue
+        try:
+            generate(llm)
+        except RefitError as e:
+            say(event="refusal", message=str(e)[:160])
+        else:
+            raise AssertionError("an engine without weights has answered")
+    sync.push(rollback="none")
+    second = generate(llm)
+    assert second != first
+    fill(model, seed=0)
+    stacks = [(n, t.detach()) for n, t in sync.payload.model.named_parameters()]
+    _, seconds = timed(lambda: llm.apply_model(lambda served: served.load_weights(iter(stacks))))
+    assert generate(llm) == first, "vLLM's loaders and a push give other log-probs"
+    assert rollout.fingerprint() == fingerprint
+    say(event="loaders", seconds=seconds, equal=True)
 
 
 def install_only(llm: Any, sync: Any, bandwidth: float, experts: int, packed_bytes: int) -> None:
@@ -167,13 +225,15 @@ def install_only(llm: Any, sync: Any, bandwidth: float, experts: int, packed_byt
     install(True, packed_bytes / bandwidth)
 
 
-def generate(llm: Any) -> list[int]:
-    """Greedy tokens, through the captured graphs."""
+def generate(llm: Any) -> list[float]:
+    """Greedy tokens and their log-probs, through the captured graphs."""
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
+    params = SamplingParams(max_tokens=8, temperature=0, logprobs=0, detokenize=False, ignore_eos=True)
+    llm.reset_prefix_cache()
     outputs = llm.generate([{"prompt_token_ids": list(range(5, 21))}] * 4, params, use_tqdm=False)
-    return [t for o in outputs for t in o.outputs[0].token_ids]
+    tokens = [float(t) for o in outputs for t in o.outputs[0].token_ids]
+    return tokens + [next(iter(e.values())).logprob for o in outputs for e in o.outputs[0].logprobs]
 
 
 def peer(kind: str, layers: int, directory: Path, repeats: int) -> None:

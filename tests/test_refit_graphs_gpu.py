@@ -62,9 +62,9 @@ def trainer(source: Path, seed: int) -> nn.Module:
 def test_pushes_under_graphs_equal_a_load(
     served: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After packed and BF16 pushes an engine with captured graphs has the log-probs that it has after vLLM's own loaders
-    read the exported checkpoint, bit for bit; after a failed push with an undo log those of before; without one it
-    refuses until the next push. (One engine: a start takes half a minute.)"""
+    """After packed and BF16 pushes an engine with captured graphs has the log-probs that it has after vLLM's own
+    loaders read the exported checkpoint, bit for bit; after a failed push with an undo log those of before; without one
+    it refuses until the next push. (One engine: a start takes half a minute.)"""
     first, second = trainer(source, 1), trainer(source, 2)
     before = scores(served)
     exported = export_checkpoint(first, tmp_path / "out")
