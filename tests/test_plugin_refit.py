@@ -333,6 +333,35 @@ def test_experts_that_vllm_rearranged_are_refused(
         push(llm, tensors_of(other), None)
 
 
+@pytest.mark.parametrize(
+    ("kind", "suffix", "value", "message"),
+    [
+        ("bf16", "", torch.inf, r"gate_up_proj: holds NaN or Inf; the trainer has diverged"),
+        ("q", ".weight_scale", torch.nan, r"gate_up_proj\.weight_scale: holds NaN or negative block scales"),
+        ("q", ".weight_scale", -1.0, r"gate_up_proj\.weight_scale: holds NaN or negative block scales"),
+        ("q", ".weight_scale_2", torch.nan, r"gate_up_proj\.weight_scale_2: expected finite, positive scales"),
+        ("q", ".weight_scale_2", 0.0, r"gate_up_proj\.weight_scale_2: expected finite, positive scales"),
+    ],
+)
+def test_one_damaged_value_among_all_experts(
+    kind: str, suffix: str, value: float, message: str, serving: Any, other: Path, expected: Any, tmp_path: Path,
+    tiny_qwen3_moe: Path,
+) -> None:  # fmt: skip
+    """One NaN, Inf, negative or zero value in the last expert of a stack is found and named; nothing changes."""
+    path = other
+    if kind == "q":
+        path = tmp_path / "q"
+        quantize_checkpoint(other, path)
+    tensors = stacked(tensors_of(path))
+    name = f"model.layers.1.mlp.experts.gate_up_proj{suffix}"
+    damaged_tensor = tensors[name].clone()
+    last = torch.tensor([value]).to(damaged_tensor.dtype)
+    damaged_tensor.view(-1).view(torch.uint8)[-last.element_size() :] = last.view(torch.uint8)
+    with pytest.raises(RefitError, match=rf"{message}.*previous weights keep serving"):
+        push(serving, tensors | {name: damaged_tensor}, None)
+    assert as_engine(serving).fingerprint() == expected[tiny_qwen3_moe][1]
+
+
 def test_versions_only_grow(serving: Any, other: Path, expected: Any) -> None:
     """A version that is not newer than the one that serves is refused, and counted."""
     engine = as_engine(serving)
