@@ -98,8 +98,10 @@ def quantize_packed(
     appended = 0 if blocks is None else blocks.numel()
     columns = k // BLOCK_SIZE + appended
     codes = torch.empty(m, columns * 8, dtype=torch.uint8, device=x.device)
-    shape = padded_shape(m, columns) if swizzled else (m, columns)
-    scales = torch.zeros(shape, dtype=torch.uint8, device=x.device)
+    if swizzled:
+        scales = torch.zeros(padded_shape(m, columns), dtype=torch.uint8, device=x.device)
+    else:  # every byte is written
+        scales = torch.empty(m, columns, dtype=torch.uint8, device=x.device)
     decode = torch.empty(m, dtype=torch.float32, device=x.device)
     args = QuantizeArgs(
         x=x.data_ptr(),
