@@ -219,8 +219,9 @@ class PackedLoader:
         codes, scales = rows * channels // 2, rows * channels // BLOCK_SIZE
         fields = {"codes": codes, "scales": scales, "global": 1, "input": 0}
         count = codes + scales + 1 if quantize else fields[_FIELD[role]]
-        if self.awaits_placeholders and (quantize or _FIELD[role] == "global"):
-            # This matrix's share of the placeholders, one per expert or part, and its input scale.
+        if self.awaits_placeholders and _FIELD[role] == "codes":
+            # This matrix's share of the placeholders, one per expert or part, and its input scale. Counted with the
+            # largest parameter, for vLLM counts no more elements than a parameter has.
             count += 1 + (len(ALIASES) if len(matrix.scalar) == 1 or matrix.scalar[1] == 0 else 0)
         torch.empty(count, device="meta").copy_(torch.empty(count, device="meta"))
 
