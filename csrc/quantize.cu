@@ -486,16 +486,18 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const In* y, const int* p
   }
 }
 
-// Calls f<TPR, HOLD>(): as many threads as a row has blocks, up to kThreads.
-template <typename F>
+// Calls f<TPR, HOLD>(): as many threads as a row has blocks, up to kThreads. COARSE: fewer kernels to compile.
+template <bool COARSE, typename F>
 int for_row(int k, F f) {
   const int blocks = k / 16;
-  if (blocks <= 16) return f.template operator()<16, 1>();
+  if constexpr (!COARSE) {
+    if (blocks <= 16) return f.template operator()<16, 1>();
+    if (blocks <= 256 && blocks > 128) return f.template operator()<256, 1>();
+    if (blocks <= 512 && blocks > 256) return f.template operator()<256, 2>();
+  }
   if (blocks <= 32) return f.template operator()<32, 1>();
   if (blocks <= 64) return f.template operator()<64, 1>();
   if (blocks <= 128) return f.template operator()<128, 1>();
-  if (blocks <= 256) return f.template operator()<256, 1>();
-  if (blocks <= 512) return f.template operator()<256, 2>();
   return f.template operator()<256, 0>();
 }
 
@@ -557,12 +559,12 @@ struct LaunchPrologue {
 template <typename T, bool FOUR, bool PACKED>
 int launch_quantize(const QuantizeArgs& p, cudaStream_t s) {
   if (!PACKED && is_many(p)) return launch_many<T, FOUR>(p, s);
-  return for_row(p.k, LaunchQuantize<T, FOUR, PACKED>{p, s});
+  return for_row<PACKED>(p.k, LaunchQuantize<T, FOUR, PACKED>{p, s});
 }
 
 template <typename T, bool FOUR>
 int launch_prologue(const AlignArgs& a, const QuantizeArgs& p, cudaStream_t s) {
-  if (!is_many(p)) return for_row(p.k, LaunchPrologue<T, FOUR>{a, p, s});
+  if (!is_many(p)) return for_row<false>(p.k, LaunchPrologue<T, FOUR>{a, p, s});
   QuantizeArgs none = p;
   none.rows = 0;
   const int e = LaunchPrologue<T, FOUR>{a, none, s}.template operator()<16, 1>();
