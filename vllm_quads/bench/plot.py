@@ -21,7 +21,8 @@ def plot(result: Result, path: Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure = {"moe": _moe, "quantize": _quantize, "serve": _serve, "logprobs": _bars}[result.bench](result, plt)
+    special = {"moe": _moe, "quantize": _quantize, "serve": _serve, "logprobs": _bars}
+    figure = special.get(result.bench, _lines)(result, plt)
     e = result.environment
     versions = ", ".join(f"{n} {e[n]}" for n in ("vllm-quads", "torch", "vllm") if n in e)
     figure.suptitle(f"{result.title}\n{e.get('card', '')}, {e.get('date', '')[:10]}, {versions}", fontsize=10)
@@ -92,6 +93,20 @@ def _serve(result: Result, plt: Any) -> Any:
     relative.set_ylabel("relative to FP8 block" if base is not None else "(FP8 block was not measured)")
     relative.axhline(1.0, color="#dc2626", linewidth=0.8)
     _tidy(speed, relative)
+    return figure
+
+
+def _lines(result: Result, plt: Any) -> Any:
+    """Every series that is not a check over x."""
+    figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
+    for s, style in _styled(result):
+        _line(axis, s, style)
+    _log_x(axis, result.xs())
+    axis.set_yscale("log")
+    axis.set_xlabel(result.x)
+    axis.set_ylabel(next((s.unit for s in result.series), ""))
+    axis.legend(fontsize=7)
+    _tidy(axis)
     return figure
 
 

@@ -18,7 +18,8 @@ Format = Callable[[float], str]
 
 def markdown(result: Result) -> str:
     """The tables of a result, and what they were measured on."""
-    tables = {"moe": _moe, "quantize": _quantize, "serve": _serve, "logprobs": _logprobs}[result.bench](result)
+    special = {"moe": _moe, "quantize": _quantize, "serve": _serve, "logprobs": _logprobs}
+    tables = special.get(result.bench, _plain)(result)
     parts = [f"**{result.title}**", *tables, _footer(result)]
     if result.missing:
         parts.append("Not measured: " + "; ".join(f"{name} ({why})" for name, why in result.missing.items()))
@@ -98,6 +99,11 @@ def _logprobs(result: Result) -> list[str]:
     rows = [f"| {s.name} | " + " | ".join(f"{v:.4f}" for v in s.values.values()) + " |" for s in result.series]
     names = [str(n) for n in result.settings.get("columns", [])]
     return ["\n".join(["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|", *rows])]
+
+
+def _plain(result: Result) -> list[str]:
+    rows = [(f"{s.name}, {s.unit}", s.values, lambda v: f"{v:.4g}") for s in result.series]
+    return [_table(result.x, result.xs(), rows)]
 
 
 def _table(x: str, xs: Sequence[int], rows: Sequence[tuple[str, Mapping[int, float], Format]]) -> str:
