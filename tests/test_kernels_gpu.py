@@ -193,7 +193,7 @@ VARIANTS = {
     "wide": both(Gemm.WIDE),
     "wide-cap40": both(Gemm.WIDE, capacity=40, early_weights=False),
     "prefill": both(Gemm.PREFILL, float32_partials=False),
-    "mixed-splits": Tuning(gemm1=Gemm.BATCH, gemm2=Gemm.BATCH, splits=2),
+    "mixed-splits": Tuning(gemm1=Gemm.BATCH, gemm2=Gemm.BATCH, k_groups2=1, splits=2),
     "prefill-cap64": both(Gemm.PREFILL, capacity=64),
     "mixed": Tuning(gemm1=Gemm.DECODE, gemm2=Gemm.BATCH, capacity=16),
     "default": Tuning(),

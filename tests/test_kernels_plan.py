@@ -86,5 +86,10 @@ def test_what_does_not_fit_is_refused() -> None:
     assert plan_layer(shape, LIMITS, gemms=(Gemm.BATCH, Gemm.PREFILL), capacity=16).capacity == 16
     with pytest.raises(FormatError, match="room for 8"):
         plan_layer(shape, LIMITS, gemms=(Gemm.DECODE, Gemm.DECODE), capacity=32)
+    narrow = LayerShape(600, 3, 4, 4, 512, 96)
+    assert plan_layer(narrow, LIMITS, gemms=(None, Gemm.BATCH), k_groups=(None, 1), splits=4).splits == 4
+    for options in ({"k_groups": (None, 4), "splits": 2}, {"k_groups": (None, 1), "splits": 3}):
+        with pytest.raises(FormatError, match="cannot cut K = 256"):
+            plan_layer(narrow, LIMITS, gemms=(None, Gemm.BATCH), **options)  # type: ignore[arg-type]
     with pytest.raises(FormatError, match="not even 8"):
         plan_layer(LayerShape(64, 2, 8, 8, 4096, 14336), LIMITS, gemms=(None, Gemm.DECODE))

@@ -136,6 +136,13 @@ def plan_layer(
         wanted = FIXED_CAPACITY[Gemm.PREFILL]  # all the room there is: fewer parts
     if splits is None:
         splits = _splits(shape, limits, choices[1], depths[1], rows[1])
+    elif splits > 1:
+        parts = choices[1].k_groups * splits
+        if choices[1].gemm is Gemm.DECODE or splits not in (2, 4, 8) or depths[1] // 64 % parts:
+            raise FormatError(
+                f"splits {splits}: {choices[1].gemm.value} GEMM with {choices[1].k_groups} K groups cannot cut K = "
+                f"{depths[1]} into as many parts of 64"
+            )
     return LayerPlan(choices[0], choices[1], min(wanted, room), splits)
 
 
