@@ -29,7 +29,8 @@ def plain_model(model: nn.Module) -> nn.Module:
 
 
 def _is_peft(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] == "peft"
+    # Base classes too: `fully_shard` swaps a module's class for a subclass of its own.
+    return any(cls.__module__.partition(".")[0] == "peft" for cls in type(module).__mro__)
 
 
 @dataclass(frozen=True)

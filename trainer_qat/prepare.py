@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 
 from trainer_qat.ablation import check_ablation, fake_quantize_activation
@@ -415,7 +415,8 @@ def _note_sharding(module: nn.Module, args: Any) -> None:
     """Forward pre-hook of the model: FSDP2 may have been applied after prepare_qat; and somebody has to count steps."""
     if not torch.compiler.is_compiling():
         state: QatState = getattr(module, _STATE)
-        state.sharded = isinstance(module, FSDPModule)
+        # Any unit counts: with PEFT the root may be the wrapper around this module, and layers alone may be sharded.
+        state.sharded = distributed.is_initialized() and any(isinstance(m, FSDPModule) for m in module.modules())
         progress = state.progress
         if progress.watched_from is not None and (progress.step or optimizer_steps() > progress.watched_from + 1):
             if not progress.step:

@@ -114,10 +114,15 @@ class PushStream:
             for disk, tensor in self._payload.named(name, full_tensor(buffer)).items():
                 yield disk, tensor.contiguous()
 
+    @torch.no_grad()
     def follow(self) -> Generator[tuple[str, Tensor], None, None]:
         """Take part in the gathering that `tensors` does on a rank with an engine; gives nothing worth keeping."""
-        for name, tensor in (*self._payload.parameters(), *self._payload.buffers()):
-            yield name, full_tensor(tensor)
+        for name, parameter in self._payload.parameters():
+            full = full_tensor(parameter)
+            # An adapter's matrices are gathered as well.
+            yield name, full if self._payload.weight(name) is not None else self._payload.merged(name, full)
+        for name, buffer in self._payload.buffers():
+            yield name, full_tensor(buffer)
 
     def digests(self) -> dict[str, int] | None:
         """Digest of every unit that has been sent, or None if none were asked for; waits for the device once."""
