@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +21,14 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from trainer_models import ALL_LINEARS, qwen3, single_thread, tokens  # noqa: F401
 
-from trainer_qat import RolloutSync, Schedule, export_checkpoint, follow_optimizer, prepare_qat
+from trainer_qat import CacheMode, RolloutSync, Schedule, export_checkpoint, follow_optimizer, prepare_qat
 from trainer_qat.prepare import expert_weights, quantizers_of, remove_qat, state_of
 from vllm_quads.nvfp4 import Contract, WeightGlobalScale, fake_quantize_weight
 
 STEPS = 4
 ONE_PROCESS = "one process: "
+LORA_UNITS = ("layers", "wrapper")
+"""What is sharded: the decoder layers, and PEFT's wrapper of the model as well."""
 
 
 def train(model: nn.Module, half: int | None = None) -> list[float]:
@@ -144,6 +147,29 @@ def tensor_parallel() -> str:
     return outcome(lambda: model(tokens()))
 
 
+def lora(units: str | None) -> tuple[list[float], str, str]:
+    """Losses, fingerprint and a digest of what a push delivers, of LoRA on attention; None: one process."""
+    import peft
+
+    torch.manual_seed(3)
+    options: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "r": 4, "init_lora_weights": False}
+    model: Any = peft.get_peft_model(qwen3(), peft.LoraConfig(**options))
+    report = prepare_qat(model)
+    if units is not None:
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer)
+        if units == "wrapper":
+            fully_shard(model)
+    losses = train(model)
+    assert units is None or state_of(model).cache_mode() is CacheMode.NONE, "AUTO keeps nothing under FSDP2"
+    engine = FakeEngine(Contract(), report.quantized) if units is None or dist.get_rank() == 0 else None
+    fingerprint = RolloutSync(model, engine).push().fingerprint
+    delivered = {} if engine is None else engine.serving
+    assert not [name for name in delivered if "lora" in name or "base_layer" in name]
+    sums = {name: float(tensor.double().sum()) for name, tensor in delivered.items()}
+    return losses, fingerprint, repr(sorted(sums.items()))
+
+
 def worker(rank: int, port: int, directory: str) -> None:
     """One rank: every case, then push and export."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
@@ -151,7 +177,12 @@ def worker(rank: int, port: int, directory: str) -> None:
     # In a process like those of the ranks: what else has run in pytest's own may change how FP32 sums are ordered.
     results = {ONE_PROCESS + name: reference(case) for name, case in CASES.items()} if rank == 0 else {}
     results[ONE_PROCESS + "ddp"] = reference({"fp32": True, "schedule": Schedule(start=1, ramp=2)})
+    adapters = importlib.util.find_spec("peft") is not None
+    if adapters:
+        results[ONE_PROCESS + "lora"] = lora(None)
     dist.init_process_group("gloo", rank=rank, world_size=2)
+    for units in LORA_UNITS if adapters else ():
+        results["lora: " + units] = lora(units)
     for name, case in CASES.items():
         model = qwen3(dtype=torch.float32 if case.get("fp32") else torch.bfloat16)
         policy = MixedPrecisionPolicy()
@@ -244,6 +275,14 @@ def test_data_parallel_training(ranks: list[dict[str, tuple[list[float], str]]])
     average = [(a + b) / 2 for a, b in zip(ranks[0]["ddp"][0], ranks[1]["ddp"][0], strict=True)]
     assert average == pytest.approx(losses, rel=1e-3)
     assert average[0] > average[-1]
+
+
+@pytest.mark.parametrize("units", LORA_UNITS)
+def test_lora_trains_and_travels_sharded(ranks: list[dict[str, Any]], units: str) -> None:
+    """LoRA under FSDP2: losses of one process, and the rollout gets base + update, though one rank has no engine."""
+    pytest.importorskip("peft", reason="needs peft")
+    assert ranks[0]["lora: " + units] == ranks[0][ONE_PROCESS + "lora"]
+    assert ranks[1]["lora: " + units][:2] == ranks[0]["lora: " + units][:2]
 
 
 def test_mixed_precision_quantizes_the_master(ranks: list[dict[str, tuple[list[float], str]]]) -> None:
