@@ -88,8 +88,16 @@ def test_what_does_not_fit_is_refused() -> None:
         plan_layer(shape, LIMITS, gemms=(Gemm.DECODE, Gemm.DECODE), capacity=32)
     narrow = LayerShape(600, 3, 4, 4, 512, 96)
     assert plan_layer(narrow, LIMITS, gemms=(None, Gemm.BATCH), k_groups=(None, 1), splits=4).splits == 4
-    for options in ({"k_groups": (None, 4), "splits": 2}, {"k_groups": (None, 1), "splits": 3}):
+    for options in (
+        {"k_groups": (None, 4), "splits": 2},
+        {"k_groups": (None, 1), "splits": 3},
+        {"k_groups": (None, 1), "splits": 0},
+    ):
         with pytest.raises(FormatError, match="cannot cut K = 256"):
             plan_layer(narrow, LIMITS, gemms=(None, Gemm.BATCH), **options)  # type: ignore[arg-type]
+    with pytest.raises(FormatError, match="multiple of 8"):
+        plan_layer(narrow, LIMITS, capacity=12)
+    with pytest.raises(FormatError, match="1, 2 or 4"):
+        plan_layer(narrow, LIMITS, k_groups=(3, None))
     with pytest.raises(FormatError, match="not even 8"):
         plan_layer(LayerShape(64, 2, 8, 8, 4096, 14336), LIMITS, gemms=(None, Gemm.DECODE))

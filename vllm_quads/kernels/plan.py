@@ -102,8 +102,12 @@ def plan_layer(
 ) -> LayerPlan:
     """Kernels and segment capacity of one layer; the other arguments override the built-in choice.
 
-    Raises FormatError if what is asked for does not fit into shared memory.
+    Raises FormatError if what is asked for does not fit into shared memory, or no kernel has it.
     """
+    if not {*k_groups} <= {None, 1, 2, 4}:
+        raise FormatError(f"k_groups {k_groups}: expected 1, 2 or 4 each, or None")
+    if capacity is not None and (capacity < 8 or capacity % 8):
+        raise FormatError(f"capacity {capacity}: expected a multiple of 8 tokens")
     pairs = shape.tokens * shape.top_k
     mean = pairs / shape.global_experts
     # Room for all but a few percent of the experts under uniform routing; the others are computed in two parts.
@@ -136,7 +140,7 @@ def plan_layer(
         wanted = FIXED_CAPACITY[Gemm.PREFILL]  # all the room there is: fewer parts
     if splits is None:
         splits = _splits(shape, limits, choices[1], depths[1], rows[1])
-    elif splits > 1:
+    elif splits != 1:
         parts = choices[1].k_groups * splits
         if choices[1].gemm is Gemm.DECODE or splits not in (2, 4, 8) or depths[1] // 64 % parts:
             raise FormatError(
