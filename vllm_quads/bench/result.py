@@ -104,7 +104,10 @@ class Result:
             raise QuadsError(f"{path}: is not JSON ({e})") from e
         if not isinstance(data, dict):
             raise QuadsError(f"{path}: is not the result of a benchmark")
-        return cls.from_dict(data)
+        try:
+            return cls.from_dict(data)
+        except QuadsError as e:
+            raise QuadsError(f"{path}: {e}") from e
 
     @property
     def stem(self) -> str:
