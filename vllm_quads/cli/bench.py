@@ -46,7 +46,9 @@ class Weights(str, Enum):
 def moe(
     shape: Annotated[
         list[str] | None,
-        typer.Option(help="qwen3-30b-a3b, deepseek-v3-ep8 or mixtral-8x7b; repeatable. Default: the first."),
+        typer.Option(
+            metavar="NAME", help="qwen3-30b-a3b, deepseek-v3-ep8 or mixtral-8x7b; repeatable. Default: the first."
+        ),
     ] = None,
     experts: Annotated[int | None, typer.Option(help="A shape of your own: experts on this GPU.")] = None,
     top_k: Annotated[int | None, typer.Option(help="... experts per token that land on this GPU.")] = None,

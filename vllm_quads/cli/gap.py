@@ -22,7 +22,7 @@ class Arms(str, Enum):
 
 def gap(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="BF16 checkpoint directory.")],
-    arms: Annotated[Arms, typer.Option(help="Every arm, or those that the tests hold to their promises.")] = Arms.FULL,
+    arms: Annotated[Arms, typer.Option(help="Every arm, or the ten of the quickstart.")] = Arms.FULL,
     prompts: Annotated[
         Path | None, typer.Option(metavar="PROMPTS.txt", help="One prompt per line; default: those of the package.")
     ] = None,
@@ -31,7 +31,8 @@ def gap(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated per prompt.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of all sampling.")] = 0,
     target: Annotated[
-        list[str] | None, typer.Option(help="Glob of quantized weights, repeatable; default: the routed experts.")
+        list[str] | None,
+        typer.Option(metavar="GLOB", help="Glob of quantized weights, repeatable; default: the routed experts."),
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Also write gap.json and gap.png there.")] = None,
     as_json: Json = False,
