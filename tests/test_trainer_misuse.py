@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,22 @@ from torch import nn
 from trainer_models import mixtral, qwen3, single_thread, tokens  # noqa: F401
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer_qat import RolloutSync, export_checkpoint, mismatch, prepare_qat
+from trainer_qat import (
+    RolloutSync,
+    Schedule,
+    calibrate,
+    export_checkpoint,
+    follow_optimizer,
+    load_qat_state_dict,
+    mismatch,
+    prepare_qat,
+    probe_layers,
+    qat_state_dict,
+    qat_step,
+    sensitivities,
+    token_log_probs,
+)
+from trainer_qat.integrations.gap import GapRecorder
 from trainer_qat.prepare import FROZEN_FILE, is_prepared, quantizers_of
 from vllm_quads.nvfp4 import Contract, ContractError, FormatError, QuadsError, WeightGlobalScale
 
@@ -49,6 +65,8 @@ class Wrapped(nn.Module):
         ({"cache": "disk"}, r"cache: is 'disk', expected one of \['auto', 'none', 'dense', 'packed'\]"),
         ({"contract": {"scheme": "w4a4"}}, "contract: is dict, expected .*Contract.from_dict"),
         ({"contract": "w4a4"}, "contract: is str"),
+        ({"clamp_gradient": "false"}, "clamp_gradient: is 'false', expected True or False"),
+        ({"w4a4_ablation": 1}, "w4a4_ablation: is 1, expected True or False"),
     ],
 )
 def test_wrong_arguments_of_prepare(arguments: dict[str, object], message: str) -> None:
@@ -59,6 +77,65 @@ def test_wrong_arguments_of_prepare(arguments: dict[str, object], message: str) 
     assert not list(quantizers_of(model))
     with pytest.raises(ContractError, match="model: is NoneType"):
         prepare_qat(None)
+
+
+def test_a_contract_that_is_a_dictionary(tmp_path: Path) -> None:
+    """As a config file gives it: every entry says what to make of it."""
+    model = qwen3()
+    for action in (
+        lambda: export_checkpoint(model, tmp_path / "x", {}),
+        lambda: RolloutSync(model, None, contract={}),
+        lambda: probe_layers(model, tokens(), contract={}),
+        lambda: calibrate(model, [tokens()], {}),
+        lambda: sensitivities(model, [[1]], [[2]], contract={}),
+    ):
+        with pytest.raises(ContractError, match="contract: is dict, expected .*Contract.from_dict"):
+            action()
+
+
+def test_masters_without_their_scales() -> None:
+    """FP8 weights are floating point, but not the model's weights: refused by name."""
+    model = qwen3()
+    experts = model.model.layers[1].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ContractError, match="layers.1.mlp.experts.down_proj: is torch.float8_e4m3fn; QUADS trains"):
+        prepare_qat(model)
+
+
+def test_wrong_state_and_optimizer() -> None:
+    """What does not continue a run is named before anything changes."""
+    model = qwen3()
+    prepare_qat(model, FROZEN)
+    state = qat_state_dict(model)
+    name = next(key for key in state if key.startswith("amax."))
+    for bad, message in (
+        (None, "expected the tensors by name"),
+        (state | {"step": 3}, "expected the tensors by name"),
+        (state | {"step": torch.tensor(-3)}, "step is not finite and at least 0"),
+        (state | {name: state[name] * torch.nan}, f"{name} is not finite"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            load_qat_state_dict(model, bad)
+    with pytest.raises(ContractError, match="optimizer: is NoneType, expected a torch optimizer"):
+        follow_optimizer(model, None)
+
+
+def test_steps_counted_by_two() -> None:
+    """follow_optimizer and a callback would run a schedule at twice its speed: a warning, once, and only then."""
+    model, quiet = qwen3(), qwen3()
+    for m in (model, quiet):
+        prepare_qat(m, schedule=Schedule(ramp=9))
+    optimizer = torch.optim.SGD(model.parameters())
+    follow_optimizer(model, optimizer)
+    follow_optimizer(quiet, optimizer)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            optimizer.step()
+            qat_step(model)
+    assert [str(w.message).partition(" in between")[0] for w in seen if "qat_step" in str(w.message)] == [
+        "qat_step(model) was called twice without an optimizer step"
+    ]
 
 
 def test_failed_preparation_leaves_the_model_alone(tmp_path: Path) -> None:
@@ -167,6 +244,21 @@ def test_mismatch_of_what_is_no_log_prob() -> None:
         mismatch.measure([0.0], [0.0])
     for shape in ((0,), (2, 0), (0, 3)):
         assert mismatch.measure(torch.zeros(shape), torch.zeros(shape)).tokens == 0
+    for mask in (torch.tensor([[1, -100, 0]] * 2), torch.full((2, 3), 0.5)):
+        with pytest.raises(QuadsError, match=r"mask holds (-100|0.5), expected 0 or 1"):
+            mismatch.measure(zeros, zeros, mask)
+        with pytest.raises(QuadsError, match="mask holds"):
+            GapRecorder().add(zeros, zeros, mask)
+    logits, ids = torch.zeros(1, 3, 8), torch.tensor([[1, 2, -100]])
+    with pytest.raises(QuadsError, match="token ids are -100 to 2, expected 0 to 7; take the input ids"):
+        mismatch.selective_log_softmax(logits, ids)
+    for bad in ("1", torch.ones(3), 0.0):
+        with pytest.raises(QuadsError, match="expected one positive number"):
+            mismatch.selective_log_softmax(logits, ids.clamp(min=0), bad)
+    with pytest.raises(QuadsError, match="upper='2'; expected numbers"):
+        mismatch.importance_weights(zeros, zeros, upper="2")
+    with pytest.raises(QuadsError, match=r"distributions for \[3\] tokens, but \[2\] tokens"):
+        token_log_probs([torch.zeros(3, 8)], [[1, 2]])
     hidden = torch.tensor([[1.0, -1.0]])
     assert mismatch.measure(hidden, hidden, torch.tensor([[0, 1]])).tokens == 1  # what the mask hides may be anything
 

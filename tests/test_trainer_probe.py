@@ -144,6 +144,10 @@ def test_the_model_is_as_it_was_also_after_a_failure() -> None:
     assert not [m for m in model.modules() if m._forward_hooks]
     with pytest.raises(QuadsError, match=r"input_ids have shape \(24,\)"):
         probe_layers(model, tokens().flatten())
+    with pytest.raises(QuadsError, match=r"attention_mask has shape \(2, 11\), expected that of input_ids, \(2, 12\)"):
+        probe_layers(model, tokens(), torch.ones(2, 11))
+    with pytest.raises(QuadsError, match="attention_mask leaves no two tokens in a row"):
+        probe_layers(model, tokens(), torch.zeros(2, 12))
     with pytest.raises(QuadsError, match="decoder layer 0 is no module that is called"):
         probe_layers(PerExpertModel(), tokens(), contract=Contract())
     with pytest.raises(ContractError, match="is 'static'"):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from trainer_qat.inventory import Weight
+from trainer_qat.inventory import Weight, require_contract
 from trainer_qat.observe import Pass, observing, quantized_weights, site_of
 from trainer_qat.prepare import state_of
 from vllm_quads.compensation import CompensationState, SiteInputs, SiteStatistics, quantize_with_residual, refresh
@@ -39,6 +39,7 @@ def calibrate(
     """
     if contract is None:
         contract = state_of(model).contract
+    require_contract(contract)
     if contract.scheme is not Scheme.W4A4:
         raise ContractError(f"scheme: is {contract.scheme.value!r}; only 'w4a4' quantizes activations")
     if not sum(b.numel() for b in batches):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer_qat.inventory import Weight, stack_problem
+from trainer_qat.inventory import Weight, require_contract, stack_problem
 from trainer_qat.observe import quantized_weights, site_of
 from trainer_qat.prepare import IMPLEMENTATION as TRAINED
 from trainer_qat.prepare import experts_forward as trained_experts_forward
@@ -50,6 +50,7 @@ class Emulation:
         self, model: nn.Module, contract: Contract | None, compensation: CompensationState | None, decode: Tensor | bool
     ) -> None:
         self.contract = state_of(model).contract if contract is None else contract
+        require_contract(self.contract)
         scheme, scale = self.contract.scheme, self.contract.activation.global_scale
         if scheme is Scheme.W4A4 and scale is ActivationGlobalScale.STATIC:
             raise ContractError("activation.global_scale: is 'static', whose input scales are in a checkpoint only")

@@ -22,6 +22,18 @@ _ADAPTER = (
 _BITS_PER_WEIGHT = 4 + 8 / BLOCK_SIZE
 
 
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def require_contract(contract: object) -> None:
+    """Raise ContractError for anything that is not a Contract, a dictionary out of a config for example."""
+    if not isinstance(contract, Contract):
+        raise ContractError(
+            f"contract: is {type(contract).__name__}, expected vllm_quads.nvfp4.Contract; from a dictionary make one "
+            f"with Contract.from_dict"
+        )
+
+
 @dataclass(frozen=True)
 class Weight:
     """One parameter that may be quantized: a 2-D weight, or a fused stack of experts [E, N, K]."""
@@ -156,7 +168,7 @@ class Inventory:
         for weight in weights:
             chosen = [name in quantized for name in weight.matrices]
             if all(chosen):
-                if not weight.tensor.is_floating_point():
+                if weight.tensor.dtype not in _DTYPES:  # FP8 is floating point, but means nothing without its scales
                     raise ContractError(
                         f"{weight.name}: is {weight.tensor.dtype}; QUADS trains BF16, FP16 or FP32 master weights, so "
                         f"load the model without a quantization of its own"

@@ -18,8 +18,9 @@ Temperature: an importance ratio compares the distributions that were sampled fr
 with top-p, top-k) take vLLM's `logprobs_mode="processed_logprobs"` and scale the trainer's logits by the same
 temperature (`selective_log_softmax`, `at_temperature`); vLLM's default, raw log-probs, ignores it. Never mix the two.
 
-Infinities: a token that one policy gives probability 0 has an infinite gap, and the means say so (inf, never NaN);
-where both policies give probability 0 they agree. NaN stays NaN: mask tokens that the engine could not score
+Infinities: a token that one policy gives probability 0 has an infinite gap, and the means say so (inf); where both
+policies give probability 0 they agree. Signed sums over gaps of +inf and of -inf (k1, weights of a sequence that
+neither policy can produce) have no value and are NaN. NaN stays NaN: mask tokens that the engine could not score
 (`mask & ~rollout.isnan()`, as TRL does).
 """
 
@@ -209,6 +210,8 @@ def importance_weights(
     """
     if level not in LEVELS or mode not in MODES:
         raise QuadsError(f"importance_weights: level={level!r}, mode={mode!r}; expected {LEVELS} and {MODES}")
+    if not all(_is_number(x) for x in (upper, 0.0 if lower is None else lower)):
+        raise QuadsError(f"importance_weights: lower={lower!r}, upper={upper!r}; expected numbers")
     if not upper > 0 or (lower is not None and not 0 <= lower <= upper):
         raise QuadsError(f"importance_weights: lower={lower}, upper={upper}; expected 0 <= lower <= upper, upper > 0")
     t, r, m = _checked(trainer, rollout, mask)
@@ -260,13 +263,20 @@ def selective_log_softmax(logits: Tensor, token_ids: Tensor, temperature: float 
     """Log-probs float32 [B, T] of tokens [B, T] under logits [B, T, V] of any float dtype, at a temperature.
 
     Computed in float32 a thousand tokens at a time: BF16 logits are not rounded again, and no float32 copy is made.
-    Differentiable. Raises QuadsError if the shapes do not fit or the temperature is not positive.
+    Differentiable. Raises QuadsError if the shapes do not fit, the temperature is not positive, or a token is not in
+    the vocabulary (on a GPU that would have to be waited for: torch's own assertion tells of it there).
     """
     _check_temperature("selective_log_softmax", temperature)
     if logits.shape[:-1] != token_ids.shape:
         raise QuadsError(
             f"selective_log_softmax: logits {tuple(logits.shape)} and tokens {tuple(token_ids.shape)} do not fit, "
             f"expected [..., V] and [...]"
+        )
+    waits = token_ids.device.type != "cpu" or torch.compiler.is_compiling()
+    if not waits and not bool(((token_ids >= 0) & (token_ids < logits.shape[-1])).all()):
+        raise QuadsError(
+            f"selective_log_softmax: token ids are {int(token_ids.min())} to {int(token_ids.max())}, expected 0 to "
+            f"{logits.shape[-1] - 1}; take the input ids, not labels with -100, and mask the padding afterwards"
         )
     parts = zip(logits.flatten(0, -2).split(_ROWS), token_ids.flatten().split(_ROWS), strict=True)
     picked = [
@@ -294,13 +304,25 @@ def _checked(trainer: Tensor, rollout: Tensor, mask: Tensor | None) -> tuple[Ten
             f"mismatch: trainer {tuple(trainer.shape)}, rollout {tuple(rollout.shape)} and mask "
             f"{None if mask is None else tuple(mask.shape)} need one shape, [B, T] or [T]; pad all of them alike"
         )
-    m = torch.ones(trainer.shape, dtype=torch.bool, device=trainer.device) if mask is None else mask.bool()
+    m = torch.ones(trainer.shape, dtype=torch.bool, device=trainer.device) if mask is None else as_mask(mask)
     return trainer.detach().to(torch.float64), rollout.detach().to(torch.float64), m.to(trainer.device)
 
 
+def as_mask(mask: Tensor) -> Tensor:
+    """The mask as bool. Raises QuadsError unless it is of 0 and 1: labels with -100 would count everywhere."""
+    if mask.dtype is not torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
+        odd = mask[(mask != 0) & (mask != 1)].flatten()[0]
+        raise QuadsError(f"mismatch: mask holds {odd.item()}, expected 0 or 1 (from labels: `labels != -100`)")
+    return mask.bool()
+
+
 def _check_temperature(where: str, temperature: float) -> None:
-    if not 0 < temperature < math.inf:
-        raise QuadsError(f"{where}: temperature is {temperature}, expected a positive number")
+    if not _is_number(temperature) or not 0 < temperature < math.inf:
+        raise QuadsError(f"{where}: temperature is {temperature!r}, expected one positive number")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def _difference(a: Tensor, b: Tensor) -> Tensor:

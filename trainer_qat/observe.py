@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trainer_qat.adapters import plain_model
 from trainer_qat.experts import sorted_experts
-from trainer_qat.inventory import Weight, decoder_layers, stack_problem, weights_of
+from trainer_qat.inventory import Weight, decoder_layers, require_contract, stack_problem, weights_of
 from trainer_qat.prepare import expert_weights, experts_of, is_prepared, state_of
 from vllm_quads.nvfp4 import Contract, ContractError, canonical_name, scale_group
 
@@ -106,6 +106,8 @@ def observing(model: nn.Module, contract: Contract | None, observer: Observer) -
 
 def quantized_weights(model: nn.Module, contract: Contract | None) -> list[Weight]:
     """The quantized parameters: of a prepared model those that are, otherwise those that the contract names."""
+    if contract is not None:
+        require_contract(contract)
     weights = list(weights_of(model))
     if is_prepared(model):
         names = state_of(model).quantized

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from trainer_qat.adapters import Adapters, plain_model
-from trainer_qat.inventory import Weight, decoder_layers, weights_of
+from trainer_qat.inventory import Weight, decoder_layers, require_contract, weights_of
 from trainer_qat.prepare import frozen_amax, is_prepared, state_of
 from trainer_qat.quantizer import full_amax, shared_amax
 from vllm_quads.checkpoint.disk_names import unstack
@@ -67,6 +67,8 @@ class Payload:
         contract: None takes that of a prepared model. Raises MismatchError if it is another one than the model trains
         with, ContractError if there is none or it does not fit, or config.tie_word_embeddings is not true to the model.
         """
+        if contract is not None:
+            require_contract(contract)
         self.model = _unwrap(model)
         if is_prepared(model):
             state = state_of(model)

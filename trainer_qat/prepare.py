@@ -32,7 +32,7 @@ from trainer_qat.ablation import check_ablation, fake_quantize_activation
 from trainer_qat.adapters import plain_model
 from trainer_qat.cache import CacheMode, optimizer_steps
 from trainer_qat.experts import sorted_experts
-from trainer_qat.inventory import Inventory
+from trainer_qat.inventory import Inventory, require_contract
 from trainer_qat.quantizer import QatState, WeightQuantizer
 from trainer_qat.scales import FROZEN_FILE, kept_or_current, load_frozen
 from trainer_qat.schedule import Progress, Schedule
@@ -120,7 +120,9 @@ def prepare_qat(
             quantized already, tensor parallel or prepared already.
     """
     contract = Contract() if contract is None else contract
-    _check_arguments(model, contract, cache, schedule, scale_decay)
+    _check_arguments(
+        model, contract, cache, schedule, scale_decay, clamp_gradient=clamp_gradient, w4a4_ablation=w4a4_ablation
+    )
     model = plain_model(model)
     _check_model(model)
     inventory = Inventory.of(model, contract)
@@ -249,14 +251,15 @@ def clear_cache(model: nn.Module) -> None:
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _check_arguments(model: object, contract: object, cache: object, schedule: object, decay: object) -> None:
+def _check_arguments(
+    model: object, contract: object, cache: object, schedule: object, decay: object, **switches: object
+) -> None:
     if not isinstance(model, nn.Module):
         raise ContractError(f"model: is {type(model).__name__}, expected a torch.nn.Module")
-    if not isinstance(contract, Contract):
-        raise ContractError(
-            f"contract: is {type(contract).__name__}, expected vllm_quads.nvfp4.Contract; from a dictionary make one "
-            f"with Contract.from_dict"
-        )
+    require_contract(contract)
+    for name, switch in switches.items():
+        if not isinstance(switch, bool):  # the text "false" of a config would switch it on
+            raise ContractError(f"{name}: is {switch!r}, expected True or False")
     if cache not in list(CacheMode):
         raise ContractError(f"cache: is {cache!r}, expected one of {[mode.value for mode in CacheMode]}")
     if not (schedule is None or isinstance(schedule, Schedule)):

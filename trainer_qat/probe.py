@@ -106,7 +106,14 @@ def probe_layers(
     """
     if input_ids.dim() != 2 or input_ids.shape[1] < 2:
         raise QuadsError(f"probe_layers: input_ids have shape {tuple(input_ids.shape)}, expected [B, T] with T >= 2")
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise QuadsError(
+            f"probe_layers: attention_mask has shape {tuple(attention_mask.shape)}, expected that of input_ids, "
+            f"{tuple(input_ids.shape)}"
+        )
     counted = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    if not bool((counted[:, 1:] & counted[:, :-1]).any()):
+        raise QuadsError("probe_layers: attention_mask leaves no two tokens in a row, so nothing is compared")
     layers = _decoder_layers(model)
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
 

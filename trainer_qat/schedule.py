@@ -56,6 +56,13 @@ class Progress:
     watched_from: int | None = None
     """Count of the process's optimizer steps at which somebody should begin to call `qat_step`; None if none has to."""
 
+    counted_at: int | None = None
+    """Count of the process's optimizer steps at the last `qat_step`."""
+    driven: bool = False
+    """True once optimizer steps were seen between two calls of `qat_step`."""
+    warned: bool = False
+    """True once it has been said that steps are counted twice."""
+
     def __post_init__(self) -> None:
         self.move_to(self.step)
 

@@ -37,7 +37,15 @@ def score(
 
 
 def token_log_probs(distributions: Sequence[Tensor], token_ids: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Log-probs float32 [T] of the given tokens under full distributions [T, V]."""
+    """Log-probs float32 [T] of the given tokens under full distributions [T, V].
+
+    Raises QuadsError if lengths differ.
+    """
+    if [len(d) for d in distributions] != [len(t) for t in token_ids]:
+        raise QuadsError(
+            f"token_log_probs: distributions for {[len(d) for d in distributions]} tokens, but "
+            f"{[len(t) for t in token_ids]} tokens; give the completions that were scored"
+        )
     return [
         d.gather(1, torch.tensor(list(t), device=d.device).reshape(-1, 1)).flatten()
         for d, t in zip(distributions, token_ids, strict=True)
@@ -72,6 +80,8 @@ def batches(
     prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], batch_size: int, model: nn.Module
 ) -> Iterator[Batch]:
     """Batches of similar length on the model's device. Raises QuadsError for an empty prompt."""
+    if batch_size < 1:
+        raise QuadsError(f"batch_size: is {batch_size}, expected at least 1")
     if len(prompt_ids) != len(completion_ids):
         raise QuadsError(f"score: {len(prompt_ids)} prompts but {len(completion_ids)} completions")
     for i, prompt in enumerate(prompt_ids):

@@ -7,6 +7,7 @@ beside it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from trainer_qat.cache import optimizer_steps
 from trainer_qat.prepare import quantizers_of, state_of
 from trainer_qat.quantizer import shared_amax
+from trainer_qat.schedule import Progress
 from vllm_quads.nvfp4 import ContractError, WeightGlobalScale
 
 _STEP = "step"
@@ -29,6 +32,7 @@ def qat_step(model: nn.Module) -> None:
     average becomes decay * average + (1 - decay) * amax of the weights as they are now.
     """
     state = state_of(model)
+    _notice_double_counting(state.progress)
     state.progress.move_to(state.progress.step + 1)
     if state.contract.weight_global_scale is not WeightGlobalScale.MOVING_AVERAGE:
         return
@@ -43,6 +47,22 @@ def qat_step(model: nn.Module) -> None:
             quantizer.cache.clear()
 
 
+def _notice_double_counting(progress: Progress) -> None:
+    """Two callers, `follow_optimizer` and a callback for example, would make a schedule run at twice its speed."""
+    now, before = optimizer_steps(), progress.counted_at
+    progress.counted_at = now
+    if before is None or progress.warned:
+        return
+    progress.driven |= now > before  # a torch optimizer is what makes the steps
+    if progress.driven and now == before:
+        progress.warned = True
+        warnings.warn(
+            "qat_step(model) was called twice without an optimizer step in between: steps are counted by one of "
+            "follow_optimizer, a callback (FollowSteps, QuadsCallback) or qat_step, not by several",
+            stacklevel=3,
+        )
+
+
 def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> RemovableHandle:
     """Call `qat_step(model)` after every `optimizer.step()`; the handle's `remove()` ends it.
 
@@ -50,6 +70,11 @@ def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Remo
     """
     state_of(model)
     inner: Any = getattr(optimizer, "optimizer", optimizer)
+    if not hasattr(inner, "register_step_post_hook"):
+        raise ContractError(
+            f"optimizer: is {type(optimizer).__name__}, expected a torch optimizer; call qat_step(model) after each of "
+            f"its steps instead"
+        )
     handle: RemovableHandle = inner.register_step_post_hook(lambda *_: qat_step(model))
     return handle
 
@@ -65,6 +90,8 @@ def qat_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 def load_qat_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Continue where `qat_state_dict` was taken. Raises ContractError if it is that of another model or contract."""
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ContractError("load_qat_state_dict: expected the tensors by name that qat_state_dict gives")
     mine = qat_state_dict(model)
     if state.keys() != mine.keys():
         odd = sorted(state.keys() ^ mine.keys())[0]
@@ -76,6 +103,8 @@ def load_qat_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                 f"load_qat_state_dict: {name} is {value.dtype} {tuple(value.shape)}, expected {mine[name].dtype} "
                 f"{tuple(mine[name].shape)}"
             )
+        if not bool((torch.isfinite(value) & (value >= 0)).all()):
+            raise ContractError(f"load_qat_state_dict: {name} is not finite and at least 0; take another checkpoint")
     for _, _, quantizer in quantizers_of(model):
         if quantizer.frozen is not None:
             quantizer.frozen.copy_(state[_AMAX + quantizer.name])

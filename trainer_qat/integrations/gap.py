@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer_qat.mismatch import MismatchReport, measure
+from trainer_qat.mismatch import MismatchReport, as_mask, measure
 from vllm_quads.nvfp4 import QuadsError
 
 
@@ -26,7 +26,7 @@ class GapRecorder:
                 f"gap: trainer {tuple(trainer.shape)}, rollout {tuple(rollout.shape)} and mask {tuple(mask.shape)} "
                 f"need one shape [B, T]"
             )
-        counts = mask.bool() & ~torch.isnan(rollout)
+        counts = as_mask(mask) & ~torch.isnan(rollout)
         self._rows.append(tuple(x.detach().cpu() for x in (trainer, rollout, counts)))  # type: ignore[arg-type]
 
     def flush(self) -> MismatchReport | None:
