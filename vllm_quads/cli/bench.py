@@ -22,7 +22,7 @@ app = typer.Typer(
     help="Measure the kernels and the engine on this GPU, beside vLLM's own, and write JSON and a plot.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
 )
 Out = Annotated[Path, typer.Option(metavar="DIR", help="Where NAME.json and NAME.png are written.")]
 _OUT = Path("quads-bench")

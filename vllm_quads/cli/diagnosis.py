@@ -146,7 +146,7 @@ def _check_registration() -> Check:
 
 
 def _device(device: torch.device) -> Device:
-    from vllm_quads.plugin.backends import choose_backend
+    from vllm_quads.plugin.backend_choice import choose_backend
 
     name = platform.machine() if device.type == "cpu" else torch.cuda.get_device_name(device)
     choice = choose_backend(device)

@@ -25,7 +25,7 @@ def inspect(
     Exits with 1 if anything is wrong: a missing, extra, truncated or misshapen tensor, a value that is NaN or Inf,
     a negative scale, or packed weights that are not those of the contract.
 
-    In the table, `at 448` counts the blocks whose scale is the largest that E4M3 has (one per matrix is normal), `zero`
+    In the table, 'at 448' counts the blocks whose scale is the largest that E4M3 has (one per matrix is normal), 'zero'
     those that decode to zero.
     """
     with reporting(as_json):
