@@ -92,6 +92,17 @@ def test_adapters_that_are_not_plain_lora_are_not_pushed(options: dict[str, Any]
         RolloutSync(model, None)
 
 
+def test_learned_prompts_are_refused() -> None:
+    """They are in no weight that a push sends: before and after prepare_qat."""
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(ContractError, match=r"PEFT adapter 'default' \(PROMPT_TUNING\) learns a prompt"):
+        prepare_qat(peft.get_peft_model(qwen3(), config))
+    model = qwen3()
+    prepare_qat(model)
+    with pytest.raises(ContractError, match="learns a prompt, which no pushed weight holds"):
+        RolloutSync(peft.get_peft_model(model, config), None)
+
+
 def test_a_merged_or_disabled_adapter_is_not_added_again() -> None:
     """What the forward pass does not add, a push does not either."""
     model = with_lora(qwen3())

@@ -28,6 +28,18 @@ def plain_model(model: nn.Module) -> nn.Module:
     return model
 
 
+def require_no_prompt_learning(model: nn.Module) -> None:
+    """Raise ContractError for learned prompts or prefixes: a rollout generates without them."""
+    configs: Any = getattr(model, "peft_config", {}) if _is_peft(model) else {}
+    for name in getattr(model, "active_adapters", ()) if configs else ():
+        if getattr(configs.get(name), "is_prompt_learning", False):
+            raise ContractError(
+                f"the PEFT adapter {name!r} ({configs[name].peft_type.value}) learns a prompt, which no pushed weight "
+                f"holds, so the rollout would be another policy; use LoRA on linears that stay in BF16, or train full "
+                f"weights"
+            )
+
+
 def _is_peft(module: nn.Module) -> bool:
     # Base classes too: `fully_shard` swaps a module's class for a subclass of its own.
     return any(cls.__module__.partition(".")[0] == "peft" for cls in type(module).__mro__)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from trainer_qat.adapters import Adapters, plain_model
+from trainer_qat.adapters import Adapters, plain_model, require_no_prompt_learning
 from trainer_qat.inventory import Weight, decoder_layers, require_contract, weights_of
 from trainer_qat.prepare import frozen_amax, is_prepared, state_of
 from trainer_qat.quantizer import full_amax, shared_amax
@@ -231,7 +231,8 @@ class Payload:
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    """The Hugging Face model inside of torch.compile, DistributedDataParallel and PEFT."""
+    """The Hugging Face model inside of torch.compile, DistributedDataParallel and PEFT (not of a learned prompt)."""
+    require_no_prompt_learning(model)
     if plain_model(model) is not model:
         return _unwrap(plain_model(model))
     for attribute in ("_orig_mod", "module"):

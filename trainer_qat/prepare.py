@@ -29,7 +29,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 
 from trainer_qat.ablation import check_ablation, fake_quantize_activation
-from trainer_qat.adapters import plain_model
+from trainer_qat.adapters import plain_model, require_no_prompt_learning
 from trainer_qat.cache import CacheMode, optimizer_steps
 from trainer_qat.experts import sorted_experts
 from trainer_qat.inventory import Inventory, require_contract
@@ -123,6 +123,7 @@ def prepare_qat(
     _check_arguments(
         model, contract, cache, schedule, scale_decay, clamp_gradient=clamp_gradient, w4a4_ablation=w4a4_ablation
     )
+    require_no_prompt_learning(model)
     model = plain_model(model)
     _check_model(model)
     inventory = Inventory.of(model, contract)
