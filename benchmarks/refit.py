@@ -10,13 +10,12 @@ copying the same bytes once is measured in the same process: the floor. Prints o
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
+from tempfile import TemporaryDirectory
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -240,8 +239,6 @@ def peer(kind: str, layers: int, directory: Path, repeats: int) -> None:
     """vLLM's own reload of the same model, from BF16 tensors that lie on the GPU."""
     llm, seconds = timed(lambda: engine(kind, layers, directory, 0.5))
     say(event="engine", kind=kind, start=seconds, gib=torch.cuda.memory_allocated() / 2**30)
-    turn = (Path(gettempdir()) / "quads-refit-benchmark.lock").open("w")
-    fcntl.flock(turn, fcntl.LOCK_EX)  # engines may start side by side, but are measured one after the other
     bandwidth = copy_bandwidth()
     c = QWEN3_30B_A3B
     hidden, inter, experts = c["hidden_size"], c["moe_intermediate_size"], c["num_experts"]

@@ -18,7 +18,8 @@ from vllm_quads.compensation import SiteState, SiteStatistics
 from vllm_quads.kernels.layout import unarrange
 from vllm_quads.nvfp4 import Contract, ContractError, PackedTensor, Scheme
 from vllm_quads.plugin import compat, config, hopper
-from vllm_quads.plugin.backends import BackendChoice, ExpertsRequest, LinearRequest, TorchExperts, TorchLinear
+from vllm_quads.plugin.backend_choice import BackendChoice
+from vllm_quads.plugin.backends import ExpertsRequest, LinearRequest, TorchExperts, TorchLinear
 from vllm_quads.plugin.hopper import HopperExperts, HopperLinear
 from vllm_quads.plugin.loading import Matrix, PackedLoader, Role, add_parameters
 from vllm_quads.plugin.runtime import LayerRuntime, SiteSpec

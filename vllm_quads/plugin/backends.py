@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam between the plugin and whatever multiplies: one backend object per layer, chosen once per device."""
+"""The seam between the plugin and whatever multiplies, one backend object per layer, and the torch reference behind it.
+
+Which one runs where: `backend_choice`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,32 +23,6 @@ from vllm_quads.compensation import (
     prepare_matrix,
 )
 from vllm_quads.nvfp4 import Contract, PackedTensor
-
-
-class BackendChoice(NamedTuple):
-    """Which implementation runs, and why."""
-
-    name: str
-    reason: str
-
-
-def choose_backend(device: torch.device) -> BackendChoice:
-    """The backend of MoE layers and dense linears on this device."""
-    if device.type == "cpu":
-        return BackendChoice("torch", "CPU: torch reference, weights decoded once to float32 and cached")
-    if device.type != "cuda":
-        return BackendChoice("torch", f"{device.type}: torch reference, exact but slow")
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        return BackendChoice("torch", f"compute capability {capability}: torch reference, exact but slow")
-    from vllm_quads.kernels import KernelError, build
-
-    try:
-        build()
-    except KernelError as e:
-        return BackendChoice("torch", f"torch reference, exact but slow, because {e}")
-    return BackendChoice("hopper", "compute capability 9.0: fused kernels on packed weights")
-
 
 Packed = tuple[Tensor, Tensor, Tensor]
 """Codes, block scales and decode scales of a stack of matrices."""
@@ -225,21 +202,3 @@ class TorchLinear:
 def channel_scales(parts: list[PackedTensor]) -> Tensor:
     """float32 [N]: the decode scale of each output channel of parts [N_i, K] stored as one."""
     return torch.cat([p.decode_scale.expand(p.shape[0]) for p in parts])
-
-
-def make_experts_backend(device: torch.device) -> ExpertsBackend:
-    """The MoE backend that `choose_backend` names."""
-    if choose_backend(device).name == "hopper":
-        from vllm_quads.plugin.hopper import HopperExperts
-
-        return HopperExperts()
-    return TorchExperts()
-
-
-def make_linear_backend(device: torch.device) -> LinearBackend:
-    """The backend of dense linears that `choose_backend` names."""
-    if choose_backend(device).name == "hopper":
-        from vllm_quads.plugin.hopper import HopperLinear
-
-        return HopperLinear()
-    return TorchLinear()

@@ -37,7 +37,7 @@ from vllm_quads.nvfp4 import (
     expand,
 )
 from vllm_quads.plugin import compat
-from vllm_quads.plugin.backends import choose_backend
+from vllm_quads.plugin.backend_choice import choose_backend
 from vllm_quads.plugin.linear import DenseEmbeddingMethod, DenseLinearMethod, QuadsLinearMethod, full_rows
 from vllm_quads.plugin.loading import Matrix, PackedLoader
 from vllm_quads.plugin.moe import QuadsMoEMethod
@@ -161,7 +161,8 @@ class QuadsConfig(QuantizationConfig):
             runtime.collect(on)
 
     def _graphs_gather(self) -> bool:
-        """True if captured graphs hold the kernel that gathers statistics: where the contract has a use for them."""
+        """True if captured graphs hold the kernel that gathers statistics: on request (it costs 1 to 2 µs a layer even
+        while it is switched off), where the contract has a use for them."""
         contract = self.contract
         useful = uses_blocks(contract) or contract.activation.centering is not Centering.NONE
         return self._graph_statistics and contract.scheme is Scheme.W4A4 and useful
@@ -214,8 +215,8 @@ class QuadsConfig(QuantizationConfig):
         self._num_layers = getattr(text_config, "num_hidden_layers", None)
         self._dummy = load_format == "dummy"
         self._captures = compat.captures_graphs(vllm_config)
-        self._act_dtype = model_config.dtype
         self._graph_statistics = isinstance(extra, Mapping) and bool(extra.get(STATISTICS_KEY, False))
+        self._act_dtype = model_config.dtype
         self._contract = contract
         compat.default_weight_transfer(vllm_config, "quads")
         if compat.is_cpu():

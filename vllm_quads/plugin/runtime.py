@@ -22,13 +22,8 @@ from vllm_quads.nvfp4 import BLOCK_SIZE, ActivationGlobalScale, Centering, Check
 from vllm_quads.nvfp4.formats import E4M3_MAX
 from vllm_quads.nvfp4.reference import FOUR_OVER_SIX_E4M3_MAX, BlockScaleRule
 from vllm_quads.plugin import compat
-from vllm_quads.plugin.backends import (
-    ExpertsRequest,
-    LinearRequest,
-    WeightHolder,
-    make_experts_backend,
-    make_linear_backend,
-)
+from vllm_quads.plugin.backend_choice import make_experts_backend, make_linear_backend
+from vllm_quads.plugin.backends import ExpertsRequest, LinearRequest, WeightHolder
 from vllm_quads.plugin.host import LayerHost
 from vllm_quads.plugin.loading import PackedLoader
 
