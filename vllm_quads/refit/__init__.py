@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from vllm_quads.refit.bucket import BucketLayout, plan_buckets
 from vllm_quads.refit.client import HttpEngine, adapt_url
 from vllm_quads.refit.manifest import Manifest, Rollback, TensorSpec
 from vllm_quads.refit.protocol import RolloutEngine, as_engine, register_adapter
@@ -13,7 +12,6 @@ from vllm_quads.refit.report import EngineState, RefitCounters, RefitReport, Ref
 register_adapter(adapt_url)
 
 __all__ = [
-    "BucketLayout",
     "EngineState",
     "HttpEngine",
     "InFlight",
@@ -25,6 +23,5 @@ __all__ = [
     "RolloutEngine",
     "TensorSpec",
     "as_engine",
-    "plan_buckets",
     "register_adapter",
 ]
