@@ -21,8 +21,12 @@ pytest.importorskip("vllm")
 from vllm_quads.checkpoint import quantize_checkpoint
 from vllm_quads.compensation import CompensationState
 from vllm_quads.nvfp4 import Contract, ContractError, QuadsError, QuantizedSet, RefitError
+from vllm_quads.plugin import compat
+from vllm_quads.plugin import refit as refit_module
 from vllm_quads.plugin.digests import DigestTable
 from vllm_quads.plugin.loading import PackedLoader
+from vllm_quads.plugin.refit import config_of, session_of
+from vllm_quads.plugin.runtime import LayerRuntime
 from vllm_quads.plugin.undo import UndoLog
 from vllm_quads.plugin.units import Unit
 from vllm_quads.refit import EngineState, Manifest, RefitReport, Rollback, as_engine
@@ -360,6 +364,136 @@ def test_one_damaged_value_among_all_experts(
     with pytest.raises(RefitError, match=rf"{message}.*previous weights keep serving"):
         push(serving, tensors | {name: damaged_tensor}, None)
     assert as_engine(serving).fingerprint() == expected[tiny_qwen3_moe][1]
+
+
+def _everything(llm: Any) -> dict[str, Tensor]:
+    """Every parameter, buffer, input scale and piece of compensation state, copied, as bytes."""
+
+    def copied(model: Any) -> dict[str, Tensor]:
+        config = config_of(model)
+        out = dict(model.named_parameters()) | dict(model.named_buffers())
+        for key, runtime in config.runtimes.items():
+            out |= {f"{key} input {n}": t for n, t in runtime.loader._input_scales.items()}
+        out["sensitivities"] = torch.tensor(list(config.sensitivities.values()))
+        return {n: t.detach().contiguous().clone().view(-1).view(torch.uint8) for n, t in out.items()}
+
+    return llm.apply_model(copied)[0]
+
+
+STEPS = (
+    (refit_module.Arrivals, "accept"), (refit_module.Flags, "check"), (UndoLog, "save"), (Unit, "write_packed"),
+    (Unit, "write_input_scales"), (DigestTable, "write"), (DigestTable, "read"), (PackedLoader, "replaced"),
+    (LayerRuntime, "settle_for_graphs"), (compat, "absorb_latent_attention"), (refit_module, "refresh_compensation"),
+    (compat, "gather"), (refit_module.RefitSession, "_load_plain"), (refit_module.RefitSession, "_compare"),
+)  # fmt: skip
+"""What a refit calls between its manifest and the switch."""
+
+
+def _fails_in(
+    owner: Any, name: str, error: BaseException, patch: pytest.MonkeyPatch, attempt: Callable[[], None]
+) -> None:
+    """Run an attempt in which this function raises once, as late as it is sure to be called."""
+    original, calls = getattr(owner, name), []
+    last = (
+        1
+        if name in ("read", "absorb_latent_attention", "refresh_compensation", "gather", "_compare", "_load_plain")
+        else 2
+    )
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        if len(calls) == last:  # once: the rollback takes some of the same steps
+            raise error
+        return original(*args, **kwargs)
+
+    with patch.context() as patched:
+        patched.setattr(owner, name, staticmethod(failing) if name == "_compare" else failing)
+        with pytest.raises((RefitError, KeyboardInterrupt)):
+            attempt()
+    assert len(calls) >= last
+
+
+@pytest.mark.parametrize("error", [OSError("broken"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_a_failure_in_any_step(
+    error: BaseException, serving: Any, other: Path, expected: Any, tiny_qwen3_moe: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Whatever step fails, every byte is that of before (weights, plain parameters, input scales, channel sets,
+    centring, sensitivities) and the engine serves. Without an undo log it refuses, and what no push brings (input
+    scales, compensation) is that of before."""
+    engine = as_engine(serving)
+    quantize_checkpoint(other, tmp_path / "q")
+    tensors = tensors_of(tmp_path / "q") | {f"{EXPERT}.gate_proj.input_scale": torch.tensor(0.5)}
+    engine.collect_statistics()
+    scores(serving)
+    engine.collect_statistics(False)
+    sensitivities = {name: 1.0 + i for i, name in enumerate(engine.compensation().sites)}
+    before = _everything(serving)
+
+    def attempt(rollback: Rollback) -> None:
+        announced = manifest(serving, tensors, expected[other][1], rollback=rollback, compensation=sensitivities)
+        engine.begin(announced)
+        try:
+            engine.load(reversed(tensors.items()))
+            engine.commit()
+        except KeyboardInterrupt:
+            engine.abort()
+            raise
+
+    for owner, name in STEPS:
+        _fails_in(owner, name, error, monkeypatch, lambda: attempt(Rollback.HOST))
+        after = _everything(serving)
+        assert after.keys() == before.keys(), name
+        assert [n for n in before if not torch.equal(before[n], after[n])] == [], name
+        assert engine.status().state is EngineState.SERVING
+    assert engine.fingerprint() == expected[tiny_qwen3_moe][1]
+    _fails_in(refit_module.RefitSession, "_compare", error, monkeypatch, lambda: attempt(Rollback.NONE))
+    assert engine.status().state is EngineState.REFUSING
+    after = _everything(serving)
+    kept = [n for n in before if "input" in n or "center" in n or "blocks" in n or n == "sensitivities"]
+    assert [n for n in kept if not torch.equal(before[n], after[n])] == []
+    push(serving, tensors_of(other), expected[other][1])
+    assert engine.status().state is EngineState.SERVING
+
+
+def test_a_broken_metric_decides_nothing(serving: Any, other: Path, expected: Any) -> None:
+    """An observer that raises changes neither how a refit ends nor what its caller is told."""
+
+    class Broken:
+        def committed(self, report: RefitReport) -> None:
+            raise OSError("no space left on device")
+
+        def ended(self, outcome: str, reason: str) -> None:
+            raise OSError("no space left on device")
+
+    def observe(model: Any, observer: Any) -> Any:
+        session = session_of(model)
+        before, session.observer = session.observer, observer
+        return before
+
+    before = serving.apply_model(lambda model: observe(model, Broken()))[0]
+    try:
+        report = push(serving, tensors_of(other), expected[other][1])
+        assert as_engine(serving).fingerprint() == report.fingerprint
+        with pytest.raises(RefitError, match="previous weights keep serving"):
+            push(serving, tensors_of(other), "0123456789abcdef")
+        with pytest.raises(RefitError, match="is not newer"):
+            push(serving, tensors_of(other), None, version=0)
+    finally:
+        serving.apply_model(lambda model: observe(model, before))
+
+
+def test_manifests_that_were_tampered_with(serving: Any, other: Path) -> None:
+    """Versions that are no integers, unknown ways back and sensitivities that are no numbers are refused, not rounded
+    or ignored."""
+    good = manifest(serving, tensors_of(other), None)
+    site = next(iter(as_engine(serving).compensation().sites))
+    for changed in ({"policy_version": 7.9}, {"policy_version": True}, {"policy_version": "7"}, {"rollback": "maybe"}):
+        with pytest.raises(RefitError, match="not a refit manifest"):
+            Manifest.from_json(good.to_json() | changed)
+    for value in (torch.nan, torch.inf, -1.0):
+        with pytest.raises(RefitError, match=r"sensitivities\['model.*expected a finite number"):
+            as_engine(serving).begin(Manifest.from_json(good.to_json() | {"compensation": {site: value}}))
 
 
 def test_versions_only_grow(serving: Any, other: Path, expected: Any) -> None:

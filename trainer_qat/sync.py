@@ -161,12 +161,15 @@ class RolloutSync:
                 last = name
                 yield name, tensor
 
+        began = False
         try:
             engine.begin(manifest)
+            began = True
             engine.load(watched())
             report = engine.commit(stream.digests())
         except BaseException as e:
-            self._abort(engine, e)
+            if began or not isinstance(e, QuadsError):  # a push that was refused has ended; what is open is another's
+                self._abort(engine, e)
             if isinstance(e, QuadsError) or not isinstance(e, Exception):
                 raise
             raise RefitError(

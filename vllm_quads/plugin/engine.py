@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from torch import Tensor, nn
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vllm_quads.plugin.refit import RefitSession
 
 _T = TypeVar("_T")
+_UNFINISHED = "the engine has unfinished requests, which would mix two policies; let them finish first"
 _RUNTIME_SECTIONS = ("scheme", "activation", "compensation")
 _ENGINES: weakref.WeakKeyDictionary[Any, VllmEngine] = weakref.WeakKeyDictionary()
 
@@ -74,18 +75,15 @@ class VllmEngine:
         """Validate a push. Raises RefitError naming the first difference in contract, set, names, shapes, dtypes or
         version, or if requests are unfinished, which two policies would answer."""
         self._drop_refused()
-        self._refuse_requests()
+        if self._llm.llm_engine.has_unfinished_requests():
+            raise RefitError(_UNFINISHED)
         self._session(lambda session: session.begin(manifest))
         self._written = False
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Install tensors, layer by layer. Raises RefitError, and then the refit is over (see `refit.RefitSession`)."""
         if not self._written:
-            try:
-                self._refuse_requests(running=True)
-            except RefitError:
-                self.abort()
-                raise
+            self._end_for_requests()
         self._session(lambda session: session.receive(tensors))
         self._written = True
 
@@ -95,16 +93,11 @@ class VllmEngine:
         Requests that were added since `begin`, but of which nothing has been computed, are answered by the new weights.
         """
         self._drop_refused()
-        try:
-            self._refuse_requests(running=True)
-        except RefitError:
-            self.abort()
-            raise
-        report = self._session(lambda session: session.commit(digests))
-        # vLLM does not do this by itself: cached key/value blocks belong to the old weights.
+        self._end_for_requests()
+        # vLLM does not do this by itself. Before the commit, so that new weights never meet old key/value blocks.
         if not self._llm.reset_prefix_cache():
-            raise QuadsError("the weights were swapped, but vLLM refused to reset its prefix cache; call it again")
-        return report
+            self._fail(RefitError("vLLM refused to reset its prefix cache"))
+        return self._session(lambda session: session.commit(digests))
 
     def abort(self) -> None:
         """End the refit that is under way, if there is one, as after a failure."""
@@ -115,14 +108,13 @@ class VllmEngine:
         """Whether the engine may serve, and how its refits have ended."""
         return self._session(lambda session: session.status())
 
-    def _refuse_requests(self, *, running: bool = False) -> None:
-        """Raise RefitError if requests are unfinished (running: if something has been computed of them)."""
-        engine = self._llm.llm_engine
-        if engine.has_unfinished_requests() and (not running or compat.has_running_requests(self._llm)):
-            raise RefitError(
-                "the engine has unfinished requests, which would mix two policies; let them finish first. The previous "
-                "weights keep serving"
-            )
+    def _end_for_requests(self) -> None:
+        """End the refit if something has been computed of a request since `begin`. Raises RefitError then."""
+        if self._llm.llm_engine.has_unfinished_requests() and compat.has_running_requests(self._llm):
+            self._fail(RefitError(_UNFINISHED))
+
+    def _fail(self, error: RefitError) -> NoReturn:
+        raise self._session(lambda session: session.fail(error))
 
     def _drop_refused(self) -> None:
         """Give up requests of a forward pass that was refused: an error has answered them, but vLLM still has them."""

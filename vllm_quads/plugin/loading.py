@@ -371,7 +371,12 @@ class PackedLoader:
         return dict(self._input_scales)
 
     def recall(self, kept: dict[str, Tensor]) -> None:
-        """Go back: the parameters have been restored, what has arrived in part is dropped."""
+        """Go back: codes and other scales are the caller's to restore, what has arrived in part is dropped."""
+        for matrix in self.matrices:
+            before = kept.get(matrix.name)
+            if self._input_scales.get(matrix.name) is not before:
+                scale = self._param(matrix, Role.INPUT_SCALE)[matrix.scalar]
+                scale.fill_(0) if before is None else scale.copy_(before)
         self._input_scales = dict(kept)
         self.forget_partial()
 

@@ -70,6 +70,9 @@ class RefitMetrics:
         """
         self._of("refusals", reason).inc()
         self._of("refit", outcome).inc()
+        if outcome == "broken" and self._fingerprint is not None:
+            self._forget(self._fingerprint)
+            self._fingerprint = None
         self._publish()
 
     def serves(self, policy_version: int, fingerprint: str) -> None:
@@ -92,9 +95,13 @@ class RefitMetrics:
         if self._file is None:
             return
         handle, partial = tempfile.mkstemp(dir=self._file.parent, prefix=self._file.name)
-        with os.fdopen(handle, "wb") as f:
-            f.write(generate_latest(_registry()))
-        os.replace(partial, self._file)
+        try:
+            with os.fdopen(handle, "wb") as f:
+                f.write(generate_latest(_registry()))
+            os.replace(partial, self._file)
+        except OSError:
+            Path(partial).unlink(missing_ok=True)
+            raise
 
 
 _COLLECTORS: dict[str, Any] | None = None

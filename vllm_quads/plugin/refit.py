@@ -16,14 +16,16 @@ serve, with the fingerprint that they had; or the engine refuses to serve until 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from vllm.logger import init_logger
 
 from vllm_quads.compensation import CompensationState, SiteState, refresh, uses_blocks
 from vllm_quads.nvfp4 import (
@@ -46,9 +48,9 @@ from vllm_quads.plugin.runtime import ExpertsRuntime, LayerRuntime, LinearRuntim
 from vllm_quads.plugin.undo import UndoLog
 from vllm_quads.plugin.units import units_of
 from vllm_quads.refit import EngineState, Manifest, RefitCounters, RefitReport, RefitStatus, Rollback, TensorSpec
+from vllm_quads.refit.report import KEEP_SERVING, REFUSES, STILL_REFUSES
 
-KEEP_SERVING = "the previous weights keep serving"
-REFUSES = "the previous weights are gone, and the engine refuses to serve until a complete refit succeeds"
+logger = init_logger("vllm.quads")
 _FLUSH_BYTES = 256 * 1024**2
 """Weights that are not quantized are handed to vLLM's loaders whenever this much has arrived."""
 # Not on the config: vLLM's reload metadata reaches it from parameters, and would keep the model alive for ever.
@@ -179,39 +181,14 @@ class RefitSession:
         if self._open is not None:
             raise RefitError("a refit is already under way; commit or abort it first")
         self._failed = ""
-        timer = PhaseTimer(self._device)
-        start = time.perf_counter()
         try:
-            plan = self._validate(manifest)
-        except BaseException:
+            self._open = self._prepared(manifest)
+        except BaseException as e:
             self.counters.refused += 1
             self._tell("refused", "manifest")
-            raise
-        for runtime in self._config.runtimes.values():
-            runtime.hand_over()  # from here on weights do not move
-        waiting: dict[str, int] = {}
-        for slot in plan.slots.values():
-            waiting[slot.unit.name] = waiting.get(slot.unit.name, 0) + 1
-        units = {u.name: u for u in self._inventory.units}
-        units_left: dict[str, int] = {}
-        for unit in units.values():
-            units_left[unit.key] = units_left.get(unit.key, 0) + 1
-        keeps = manifest.rollback is Rollback.HOST
-        refit = _Refit(
-            manifest,
-            plan,
-            timer,
-            arrivals={name: Arrivals(units[name], n, self._device) for name, n in waiting.items()},
-            outstanding=set(manifest.tensors),
-            units_left=units_left,
-            before=self._digests() if keeps else {},
-            partial=[k for k, r in self._config.runtimes.items() if r.loader.is_partial()],
-            serving_before=self._config.refusal,
-            undo=self._undo if keeps else None,
-            digests=self._table.empty(),
-        )
-        timer.add("validate", time.perf_counter() - start)
-        self._open = refit
+            if isinstance(e, QuadsError) or not isinstance(e, Exception):
+                raise
+            raise RefitError(f"the refit could not be prepared ({type(e).__name__}: {e}); nothing has changed") from e
 
     @torch.no_grad()
     def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -252,10 +229,13 @@ class RefitSession:
             raise self._ended(e) from e
 
     @torch.no_grad()
-    def commit(self, digests: Mapping[str, int] | None = None) -> RefitReport:
+    def commit(
+        self, digests: Mapping[str, int] | None = None, compensation: CompensationState | None = None
+    ) -> RefitReport:
         """Verify, over all ranks, and serve the new weights; or end as after any failure. A collective of all ranks.
 
         digests: unit name -> digest, as the trainer computed them; compared beside the manifest's fingerprint.
+        compensation: state that serves with the new weights; None chooses from statistics, if any were gathered.
         """
         refit, failed, own = self._open, self._failed, None
         self._stage = "verification"
@@ -263,7 +243,7 @@ class RefitSession:
         try:
             if refit is None:
                 raise RefitError(failed or "no refit is under way; call begin(manifest) first")
-            self._finish_installing(refit)
+            self._finish_installing(refit, compensation)
             own = self._table.read(refit.digests)
         except Exception as e:
             error = e
@@ -290,9 +270,12 @@ class RefitSession:
 
     def abort(self) -> None:
         """End the refit that is under way, if any: as after a failure."""
-        if self._open is not None:
-            self._stage = "interrupted"
-            self._ended(RefitError("the refit was aborted"))
+        self.fail(RefitError("the refit was aborted"))
+
+    def fail(self, error: RefitError) -> BaseException:
+        """End the refit that is under way, if any, for a reason that was found outside; returns what to raise."""
+        self._stage = "interrupted"
+        return self._ended(error)
 
     def status(self) -> RefitStatus:
         """Whether this rank may serve, and how refits have ended."""
@@ -304,6 +287,37 @@ class RefitSession:
         return RefitStatus(state, config.refusal or "", config.policy_version, self.counters, self._report)
 
     # -- begin ---------------------------------------------------------------------------------------------------
+
+    def _prepared(self, manifest: Manifest) -> _Refit:
+        timer = PhaseTimer(self._device)
+        start = time.perf_counter()
+        plan = self._validate(manifest)
+        self._undo.clear()  # whatever an interrupt has left
+        for runtime in self._config.runtimes.values():
+            runtime.hand_over()  # from here on weights do not move
+        waiting: dict[str, int] = {}
+        for slot in plan.slots.values():
+            waiting[slot.unit.name] = waiting.get(slot.unit.name, 0) + 1
+        units = {u.name: u for u in self._inventory.units}
+        units_left: dict[str, int] = {}
+        for unit in units.values():
+            units_left[unit.key] = units_left.get(unit.key, 0) + 1
+        keeps = manifest.rollback is Rollback.HOST
+        refit = _Refit(
+            manifest,
+            plan,
+            timer,
+            arrivals={name: Arrivals(units[name], n, self._device) for name, n in waiting.items()},
+            outstanding=set(manifest.tensors),
+            units_left=units_left,
+            before=self._digests() if keeps else {},
+            partial=[k for k, r in self._config.runtimes.items() if r.loader.is_partial()],
+            serving_before=self._config.refusal,
+            undo=self._undo if keeps else None,
+            digests=self._table.empty(),
+        )
+        timer.add("validate", time.perf_counter() - start)
+        return refit
 
     def _validate(self, manifest: Manifest) -> Plan:
         config = self._config
@@ -326,6 +340,9 @@ class RefitSession:
             if slot.field == "float":
                 slot.unit.runtime.loader.frozen_amax(slot.unit.matrices)
         sites = {name for runtime in config.runtimes.values() for name in runtime.specs}
+        for site, value in manifest.compensation.items():
+            if not 0 <= value < math.inf:
+                raise RefitError(f"sensitivities[{site!r}]: is {value}, expected a finite number of at least 0")
         unknown = sorted(set(manifest.compensation) - sites)
         if unknown:
             raise RefitError(
@@ -445,7 +462,7 @@ class RefitSession:
 
     # -- commit --------------------------------------------------------------------------------------------------
 
-    def _finish_installing(self, refit: _Refit) -> None:
+    def _finish_installing(self, refit: _Refit, compensation: CompensationState | None) -> None:
         if refit.outstanding:
             missing = next(n for n in refit.manifest.tensors if n in refit.outstanding)
             raise RefitError(f"{missing}: was promised by the manifest but never sent")
@@ -453,10 +470,13 @@ class RefitSession:
         self._absorb()
         sensitivities = dict(refit.manifest.compensation)
         gathered = any(runtime.statistics for runtime in self._config.runtimes.values())
-        if not gathered and not sensitivities:
+        if not gathered and not sensitivities and compensation is None:
             return
         with refit.timer.phase("derive"):
             refit.compensation = self._config.compensation()
+            if compensation is not None:
+                self._config.set_compensation(compensation)
+                return
             refresh_compensation(self._config, sensitivities)
             if sensitivities:
                 self._config.sensitivities = sensitivities
@@ -515,15 +535,22 @@ class RefitSession:
         config.refusal = None
         self.counters.committed += 1
         self._report = report
-        if self.observer is not None:
-            self.observer.committed(report)
+        self._notify(lambda observer: observer.committed(report))
         return report
 
     # -- failure -------------------------------------------------------------------------------------------------
 
     def _tell(self, outcome: str, reason: str) -> None:
-        if self.observer is not None:
-            self.observer.ended(outcome, reason)
+        self._notify(lambda observer: observer.ended(outcome, reason))
+
+    def _notify(self, tell: Callable[[RefitObserver], None]) -> None:
+        """A metric that cannot be written decides nothing about the weights."""
+        if self.observer is None:
+            return
+        try:
+            tell(self.observer)
+        except Exception:
+            logger.exception("quads: the end of a refit could not be reported")
 
     def _ended(self, error: BaseException) -> BaseException:
         """End the open refit after an error; returns what to raise."""
@@ -547,7 +574,7 @@ class RefitSession:
         config = self._config
         if not refit.touched:
             self.counters.rolled_back += 1
-            return KEEP_SERVING if refit.serving_before is None else f"the engine still refuses: {refit.serving_before}"
+            return self._as_before(refit)
         reason = f"a refit to policy version {refit.manifest.policy_version} failed"
         if refit.undo is not None:
             try:
@@ -561,24 +588,33 @@ class RefitSession:
                     raise
                 return config.refusal
             else:
-                return KEEP_SERVING if config.refusal is None else f"the engine still refuses: {config.refusal}"
+                return self._as_before(refit)
             finally:
                 with contextlib.suppress(Exception):
                     refit.undo.clear()
-        for runtime in config.runtimes.values():
-            runtime.loader.forget_partial()
         config.refusal = f"{reason}; {REFUSES}"
         self.counters.broken += 1
+        for runtime in config.runtimes.values():
+            runtime.loader.forget_partial()
+        self._recall(refit)
         return REFUSES
+
+    @staticmethod
+    def _as_before(refit: _Refit) -> str:
+        return KEEP_SERVING if refit.serving_before is None else f"{STILL_REFUSES}: {refit.serving_before}"
+
+    def _recall(self, refit: _Refit) -> None:
+        """What is not part of the weights, and what a later push may leave as it is: as before."""
+        for key, kept in refit.loaders.items():
+            self._config.runtimes[key].loader.recall(kept)
+        if refit.compensation is not None:
+            self._config.set_compensation(refit.compensation)
 
     @torch.no_grad()
     def _restore(self, refit: _Refit, undo: UndoLog) -> None:
         config = self._config
         undo.restore()
-        for key, kept in refit.loaders.items():
-            config.runtimes[key].loader.recall(kept)
-        if refit.compensation is not None:
-            config.set_compensation(refit.compensation)
+        self._recall(refit)
         for runtime in config.runtimes.values():
             runtime.settle_for_graphs()
         self._absorb()

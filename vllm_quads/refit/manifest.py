@@ -87,13 +87,19 @@ class Manifest:
                 contract=Contract.from_dict(data["contract"]),
                 quantized=_expanded(data["quantized"]),
                 tensors={n: TensorSpec(tuple(s[1:]), _dtype(n, s[0])) for n, s in data["tensors"].items()},
-                policy_version=int(data["policy_version"]),
+                policy_version=_integer(data["policy_version"]),
                 fingerprint=data.get("fingerprint"),
                 compensation={n: float(v) for n, v in data.get("compensation", {}).items()},
                 rollback=Rollback(data.get("rollback", Rollback.HOST)),
             )
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
             raise RefitError(f"not a refit manifest ({type(e).__name__}: {e}); send what Manifest.to_json gives") from e
+
+
+def _integer(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"policy_version is {value!r}, expected an integer")
+    return value
 
 
 def _dtype(name: str, text: str) -> torch.dtype:

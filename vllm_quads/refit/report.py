@@ -53,6 +53,16 @@ class RefitReport:
         return RefitReport(**{**data, "rollback": Rollback(data["rollback"])})
 
 
+KEEP_SERVING = "the previous weights keep serving"
+STILL_REFUSES = "the engine still refuses"
+REFUSES = "the previous weights are gone, and the engine refuses to serve until a complete refit succeeds"
+
+
+def says_what_serves(message: str) -> bool:
+    """True for the message of a failed refit that already ends with its outcome."""
+    return any(outcome in message for outcome in (KEEP_SERVING, STILL_REFUSES, REFUSES))
+
+
 class EngineState(str, Enum):
     """Whether an engine may answer."""
 
