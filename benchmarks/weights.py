@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight kernels (amax, fake quantization, packing, dequantization, digest) against the copy bandwidth of the GPU.
 
-    python -m benchmarks.weights quads-bench
+python -m benchmarks.weights quads-bench
 """
 
 from __future__ import annotations
