@@ -170,6 +170,21 @@ def lora(units: str | None) -> tuple[list[float], str, str]:
     return losses, fingerprint, repr(sorted(sums.items()))
 
 
+def scored_before_the_step(sharded: bool) -> str:
+    """Fingerprint after backward, a scoring pass, which leaves the root's parameters gathered, and a step."""
+    model = qwen3()
+    prepare_qat(model, contract_of({"scale": WeightGlobalScale.MOVING_AVERAGE}), scale_decay=0.5)
+    if sharded:
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    follow_optimizer(model, optimizer)
+    model(tokens(), labels=tokens()).loss.backward()
+    with torch.no_grad():
+        model(tokens())
+    optimizer.step()
+    return RolloutSync(model, None).payload.fingerprint()
+
+
 def worker(rank: int, port: int, directory: str) -> None:
     """One rank: every case, then push and export."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
@@ -177,10 +192,12 @@ def worker(rank: int, port: int, directory: str) -> None:
     # In a process like those of the ranks: what else has run in pytest's own may change how FP32 sums are ordered.
     results = {ONE_PROCESS + name: reference(case) for name, case in CASES.items()} if rank == 0 else {}
     results[ONE_PROCESS + "ddp"] = reference({"fp32": True, "schedule": Schedule(start=1, ramp=2)})
+    results[ONE_PROCESS + "scored"] = ([], scored_before_the_step(False))
     adapters = importlib.util.find_spec("peft") is not None
     if adapters:
         results[ONE_PROCESS + "lora"] = lora(None)
     dist.init_process_group("gloo", rank=rank, world_size=2)
+    results["scored"] = ([], scored_before_the_step(True))
     for units in LORA_UNITS if adapters else ():
         results["lora: " + units] = lora(units)
     for name, case in CASES.items():
@@ -275,6 +292,11 @@ def test_data_parallel_training(ranks: list[dict[str, tuple[list[float], str]]])
     average = [(a + b) / 2 for a, b in zip(ranks[0]["ddp"][0], ranks[1]["ddp"][0], strict=True)]
     assert average == pytest.approx(losses, rel=1e-3)
     assert average[0] > average[-1]
+
+
+def test_parameters_that_fsdp_kept_gathered_are_not_sent(ranks: list[dict[str, Any]]) -> None:
+    """A scoring pass between backward and step leaves gathered parameters behind, and the step is not in them."""
+    assert {r["scored"][1] for r in ranks} == {ranks[0][ONE_PROCESS + "scored"][1]}
 
 
 @pytest.mark.parametrize("units", LORA_UNITS)

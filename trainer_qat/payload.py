@@ -22,6 +22,7 @@ from trainer_qat.adapters import Adapters, plain_model, require_no_prompt_learni
 from trainer_qat.inventory import Weight, decoder_layers, require_contract, weights_of
 from trainer_qat.prepare import frozen_amax, is_prepared, state_of
 from trainer_qat.quantizer import full_amax, shared_amax
+from trainer_qat.ranks import reshard
 from vllm_quads.checkpoint.disk_names import unstack
 from vllm_quads.checkpoint.layouts import LAYOUTS, Format
 from vllm_quads.nvfp4 import (
@@ -69,6 +70,7 @@ class Payload:
         """
         if contract is not None:
             require_contract(contract)
+        self._given = model
         self.model = _unwrap(model)
         if is_prepared(model):
             state = state_of(model)
@@ -107,6 +109,10 @@ class Payload:
             isinstance(p, DTensor) for p in self.model.parameters()
         )
 
+    def reshard(self) -> None:
+        """See `ranks.reshard`; before anything is gathered."""
+        reshard(self._given)
+
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter that is sent, by its name in the model."""
         for name, parameter in self.model.named_parameters():
@@ -128,6 +134,7 @@ class Payload:
     @torch.no_grad()  # around each step: a `with` would stay in force in the caller while the iterator waits
     def items(self, *, packed: bool = True, quantized_only: bool = False) -> Iterator[Item]:
         """Every weight, layer by layer; with packed=False quantized weights come as BF16."""
+        self.reshard()
         for name, parameter in self.model.named_parameters():
             weight = self._weights.get(name)
             if self._adapters.adds(name) or (weight is None and quantized_only):

@@ -83,6 +83,7 @@ class PushStream:
 
         A collective of all ranks under FSDP2.
         """
+        self._payload.reshard()
         check = FiniteCheck()
         groups: dict[str, list[Tensor]] = {}
         for weight in self._payload.weights():

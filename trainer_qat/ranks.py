@@ -70,6 +70,16 @@ class Ranks:
         return values[0]
 
 
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2 units go of gathered parameters: no optimizer step since is in them.
+
+    FSDP2 keeps those of its root after a forward pass that no backward pass follows (scoring, for example).
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def drain(items: Iterator[Any]) -> None:
     """Take part in the gathering that other ranks still need."""
     for _ in items:

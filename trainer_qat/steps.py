@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from trainer_qat.cache import optimizer_steps
 from trainer_qat.prepare import quantizers_of, state_of
 from trainer_qat.quantizer import shared_amax
+from trainer_qat.ranks import reshard
 from trainer_qat.schedule import Progress
 from vllm_quads.nvfp4 import ContractError, WeightGlobalScale
 
@@ -36,6 +37,7 @@ def qat_step(model: nn.Module) -> None:
     state.progress.move_to(state.progress.step + 1)
     if state.contract.weight_global_scale is not WeightGlobalScale.MOVING_AVERAGE:
         return
+    reshard(model)
     with torch.no_grad():
         for module, attribute, quantizer in quantizers_of(model):
             weights = [s.weight for s in quantizer.siblings] or [getattr(module, attribute)]
