@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.server
 import json
 import threading
@@ -39,9 +40,13 @@ class Control:
         """(operation, rank)"""
         self.broken = False
         self.cache_resets = True
+        self.before_update: Callable[[Mapping[str, Any]], None] = lambda info: None
+        """Called with every message; may raise."""
+        self.after_update: Callable[[Mapping[str, Any]], None] = lambda info: None
         self.status = [
             {"state": "serving", "reason": "", "policy_version": 0, "failure": None, "owner": None, "open": False,
-             "open_seconds": 0.0, "counters": {}, "instance": "x", "report": None, "protocol": PROTOCOL}
+             "committed": False, "open_seconds": 0.0, "counters": {}, "instance": "x", "report": None,
+             "protocol": PROTOCOL}
             for _ in range(ranks)
         ]  # fmt: skip
 
@@ -53,24 +58,31 @@ class Control:
         self.calls.append("init")
 
     def start(self) -> None:
+        if self.status[0]["open"]:
+            raise RefitError("start_weight_update called while a weight update is already active")
         self.calls.append("start")
         for s in self.status:
-            s.update(open=True, failure=None, owner=None)
+            s.update(open=True, failure=None, owner=None, committed=False)
 
     def update(self, info: Mapping[str, Any]) -> None:
+        self.before_update(info)
         op = info["op"]
         self.calls.append(op)
         for rank, s in enumerate(self.status):
-            if op == "begin":
+            if op == "begin" and s["owner"] is None:
                 s["owner"] = info["owner"]
                 json.dumps(info)
+            if info["owner"] != s["owner"]:
+                self.calls[-1] = f"ignored {op}"
+                continue
             if (op, rank) == self.fail:
                 s["failure"] = f"{op} went wrong"
                 if self.broken:
                     s.update(state="refusing", reason="half of the weights are new")
             if op == "commit" and self.fail is None:
-                s.update(policy_version=7, state="serving", reason="")
+                s.update(policy_version=7, state="serving", reason="", committed=True)
                 s["report"] = RefitReport(7, "f" * 16, 2, 10, {"install": 0.5}).to_json()
+        self.after_update(info)
 
     def finish(self) -> None:
         self.calls.append("finish")
@@ -115,14 +127,14 @@ def push(engine: RemoteEngine) -> RefitReport:
 
 @pytest.mark.parametrize("mode", list(InFlight))
 def test_a_push_pauses_switches_and_goes_on(mode: InFlight) -> None:
-    """Requests are stopped before the first message and run again after the prefix cache has been reset; frozen ones
-    lose their key/value blocks too."""
+    """Requests are stopped before the first weight travels and run again when the new ones serve; the prefix cache is
+    reset in between, of frozen requests too. The update stays open around all of it."""
     control = Control()
     engine = RemoteEngine(control, InlinePlane(), mode)
     report = push(engine)
     running = mode is InFlight.KEEP
     assert control.calls == [
-        f"pause {mode.value}", "start", "begin", "load", "commit", "finish", "version 7", f"reset {running}", "resume",
+        "start", "begin", f"pause {mode.value}", "load", f"reset {running}", "commit", "version 7", "resume", "finish",
     ]  # fmt: skip
     assert report.policy_version == engine.policy_version() == 7
     assert set(report.seconds) == {"install", "client_begin", "client_send", "client_commit"}
@@ -153,7 +165,8 @@ def test_a_failure_on_one_rank_aborts_on_all(where: tuple[str, int]) -> None:
     engine = RemoteEngine(control, InlinePlane())
     with pytest.raises(RefitError, match=rf"rank {where[1]}: {where[0]} went wrong; the previous weights keep serving"):
         push(engine)
-    assert control.calls[-3:] == ["abort", "finish", "resume"]
+    assert control.calls[-2:] == (["abort", "finish"] if where[0] == "begin" else ["resume", "finish"])
+    assert not control.paused
     assert not any(s["open"] for s in control.status)
     control.fail = None
     assert push(engine).policy_version == 7
@@ -164,7 +177,7 @@ def test_an_engine_without_weights_stays_paused() -> None:
     control = Control()
     control.fail, control.broken = ("load", 0), True
     engine = RemoteEngine(control, InlinePlane())
-    with pytest.raises(RefitError, match="rank 0: load went wrong; the engine refuses to serve until a refit succeeds"):
+    with pytest.raises(RefitError, match=r"rank 0: load went wrong; .*refuses to serve until a refit succeeds"):
         push(engine)
     assert control.paused
     with pytest.raises(RefitError, match="refuses to serve"):
@@ -190,20 +203,124 @@ def test_another_trainers_update_is_left_alone_until_told() -> None:
     assert push(second).policy_version == 7
 
 
-def test_a_prefix_cache_that_cannot_be_reset_keeps_requests_waiting() -> None:
-    """New weights never answer with old key/value blocks."""
+def test_two_trainers_at_once() -> None:
+    """Whoever comes second is refused, even if neither saw the other's update open, and changes nothing: the first
+    one's requests stay paused until its own end."""
+    control = Control()
+    first, second = RemoteEngine(control, InlinePlane()), RemoteEngine(control, InlinePlane())
+    closed = second._status()
+    first.begin(MANIFEST)
+    before = list(control.calls)
+    statuses = iter([closed])
+    with pytest.MonkeyPatch.context() as patch:
+        original = second._status
+        patch.setattr(second, "_status", lambda: next(statuses, None) or original())
+        with pytest.raises(RefitError, match=r"already active; status\(\) tells what serves"):
+            second.begin(MANIFEST)
+    assert control.calls == before
+    first.load(TENSORS.items())
+    assert first.commit().policy_version == 7
+    assert not control.paused
+
+
+@pytest.mark.parametrize("step", ["load", "commit", "abort"])
+def test_a_trainer_that_was_given_up_writes_nothing(step: str) -> None:
+    """A trainer that hung, and was taken for dead, finds out when it goes on; the push that replaced it is whole, and
+    its requests stay paused until it ends."""
+    control = Control()
+    hung, other = RemoteEngine(control, InlinePlane()), RemoteEngine(control, InlinePlane())
+    hung.begin(MANIFEST)
+    other.recover()
+    other.begin(MANIFEST)
+    calls = {"load": lambda: hung.load(TENSORS.items()), "commit": hung.commit, "abort": hung.abort}
+    if step == "abort":
+        calls[step]()
+    else:
+        with pytest.raises(RefitError, match=r"this push is over.*; status\(\) tells what serves"):
+            calls[step]()
+        assert f"ignored {step}" in control.calls
+    assert control.paused
+    other.load(TENSORS.items())
+    other.commit()
+    assert not control.paused
+
+
+def _lost(info: Mapping[str, Any]) -> None:
+    if info["op"] == "commit":
+        raise RefitError("no answer within 300 s")
+
+
+def test_a_commit_whose_answer_is_lost_is_a_commit() -> None:
+    """The status tells whether it happened: if it did, the push has succeeded; if not, the previous weights serve; and
+    if there is no status, the error does not pretend to know."""
+    control = Control()
+    control.after_update = _lost
+    assert push(RemoteEngine(control, InlinePlane())).policy_version == 7
+    assert control.calls[-3:] == ["version 7", "resume", "finish"]
+    control = Control()
+    control.before_update = _lost
+    with pytest.raises(RefitError, match="no answer within 300 s; the previous weights keep serving"):
+        push(RemoteEngine(control, InlinePlane()))
+    assert control.calls[-3:] == ["abort", "resume", "finish"]
+    control = Control()
+
+    def gone(info: Mapping[str, Any]) -> None:
+        if info["op"] == "commit":
+            control.status = []
+            raise RefitError("connection refused")
+
+    control.after_update = gone
+    with pytest.raises(RefitError, match=r"connection refused; the commit was under way.*none of its workers answered"):
+        push(RemoteEngine(control, InlinePlane()))
+
+
+def test_an_interrupt_while_a_commit_is_answered_keeps_what_was_committed() -> None:
+    """Nothing is rolled back that serves already, and requests run again."""
+    control = Control()
+
+    def interrupt(info: Mapping[str, Any]) -> None:
+        if info["op"] == "commit":
+            raise KeyboardInterrupt
+
+    control.after_update = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        push(RemoteEngine(control, InlinePlane()))
+    assert "abort" not in control.calls
+    assert not control.paused
+    assert not control.status[0]["open"]
+
+
+def test_an_engine_that_is_started_anew_during_a_push() -> None:
+    """The error says so, and the new engine is neither aborted nor resumed."""
+    control = Control()
+    engine = RemoteEngine(control, InlinePlane())
+    engine.begin(MANIFEST)
+    control.status = Control().status
+    for status in control.status:
+        status["instance"] = "y"
+    before = list(control.calls)
+    with pytest.raises(RefitError, match="engine: was started anew"):
+        engine.load(TENSORS.items())
+    assert control.calls == [*before, "ignored load"]
+    control.paused = False
+    assert push(engine).policy_version == 7
+
+
+def test_a_prefix_cache_that_cannot_be_reset_ends_the_push() -> None:
+    """New weights never answer with old key/value blocks: the previous ones go on."""
     control = Control()
     control.cache_resets = False
-    with pytest.raises(RefitError, match=r"serves policy version 7.*prefix cache"):
+    with pytest.raises(RefitError, match=r"prefix cache; the previous weights keep serving"):
         push(RemoteEngine(control, InlinePlane()))
-    assert control.paused
+    assert "commit" not in control.calls
+    assert not control.paused
 
 
 def test_another_version_of_the_protocol_is_refused() -> None:
     """Trainer and engine with different releases say so before anything is sent."""
     control = Control()
     control.protocol = PROTOCOL + 1
-    with pytest.raises(RefitError, match=r"version 2 of the refit protocol.*same vllm-quads on both sides"):
+    with pytest.raises(RefitError, match=rf"version {PROTOCOL + 1} of the refit.*same vllm-quads on both sides"):
         push(RemoteEngine(control, InlinePlane()))
     assert control.calls == []
 
@@ -215,8 +332,8 @@ def test_an_engine_that_another_process_sent_to_sleep_is_woken() -> None:
     for status in control.status:
         status["asleep"] = True
     push(RemoteEngine(control, InlinePlane()))
-    assert control.calls[1:3] == ["wake ['weights']", "start"]
-    assert control.calls[-1] == "wake ['kv_cache']"
+    assert control.calls[:4] == ["pause wait", "sleep 2", "wake ['weights']", "start"]
+    assert control.calls[-2:] == ["wake ['kv_cache']", "finish"]
     assert not control.paused
     engine = RemoteEngine(control, InlinePlane())
     for status in control.status:
@@ -273,7 +390,7 @@ def test_a_trainer_that_dies_while_it_makes_tensors_aborts() -> None:
     engine.begin(MANIFEST)
     with pytest.raises(OSError, match="out of memory"):
         engine.load(stream())
-    assert control.calls[-3:] == ["abort", "finish", "resume"]
+    assert control.calls[-3:] == ["abort", "resume", "finish"]
     with pytest.raises(RefitError, match=r"call begin\(manifest\) first"):
         engine.commit()
 
@@ -294,6 +411,9 @@ def test_the_disk_plane_leaves_nothing_behind(tmp_path: Any) -> None:
     assert len(seen) == 2
     assert not list(tmp_path.rglob("*.safetensors"))
     plane.close()
+    assert not list(tmp_path.iterdir())
+    push(RemoteEngine(Reading(), DiskPlane(tmp_path)))  # not closed
+    gc.collect()
     assert not list(tmp_path.iterdir())
 
 

@@ -23,6 +23,7 @@ pytest.importorskip("vllm")
 from trainer_qat import RolloutSync
 from vllm_quads.nvfp4 import RefitError
 from vllm_quads.plugin import compat, transfer_send
+from vllm_quads.plugin.metrics import RefitMetrics
 from vllm_quads.plugin.serving import LlmEngine
 from vllm_quads.plugin.transfer_receive import Receivers, decode_handle
 from vllm_quads.plugin.transfer_send import IpcPlane, NcclPlane
@@ -75,6 +76,20 @@ def test_metrics_of_an_engine_in_this_process(shared: tuple[Any, Any]) -> None:
         RolloutSync(model, llm).push(1)
     after = REGISTRY.get_sample_value("quads_refit_total", {"engine": "0", "outcome": "refused"})
     assert after == (before or 0) + 1
+
+
+def test_weights_that_are_gone_are_not_reported_as_serving() -> None:
+    """After a refit that left nothing to serve, no fingerprint is reported, until the next one has committed."""
+    from prometheus_client import REGISTRY
+
+    metrics, labels = RefitMetrics(9), {"engine": "9", "fingerprint": "f" * 16}
+    metrics.serves(3, "f" * 16)
+    metrics.ended("rolled_back", "tensor")
+    assert REGISTRY.get_sample_value("quads_fingerprint_info", labels) == 1
+    metrics.ended("broken", "tensor")
+    assert not REGISTRY.get_sample_value("quads_fingerprint_info", labels)
+    metrics.serves(4, "f" * 16)
+    assert REGISTRY.get_sample_value("quads_fingerprint_info", labels) == 1
 
 
 def test_a_worker_answers_questions(shared: tuple[Any, Any]) -> None:
@@ -142,6 +157,25 @@ def test_an_update_of_another_trainer_is_not_aborted(shared: tuple[Any, Any]) ->
     other.abort()
     one.load(pair for item in first.payload.items() for pair in item.tensors().items())
     assert one.commit().fingerprint == first.payload.fingerprint()
+
+
+def test_a_trainer_that_was_given_up_does_not_write_into_the_next_push(shared: tuple[Any, Any]) -> None:
+    """Workers ignore what it sends, whichever message it is, and it is told; the other's push is whole."""
+    llm, model = shared
+    hung, other = (RolloutSync(model, LlmEngine(llm)) for _ in range(2))
+    one, two = hung.engine, other.engine
+    assert isinstance(one, LlmEngine)
+    assert isinstance(two, LlmEngine)
+    tensors = [pair for item in other.payload.items() for pair in item.tensors().items()]
+    for step in ("load", "commit"):
+        one.begin(manifest(hung, one))
+        two.recover()
+        two.begin(manifest(other, two))
+        two.load(tensors[:5])
+        with pytest.raises(RefitError, match="this push is over"):
+            one.load(tensors[5:9]) if step == "load" else one.commit()
+        two.load(tensors[5:])
+        assert two.commit().fingerprint == other.payload.fingerprint() == two.fingerprint()
 
 
 def test_while_asleep_at_level_2_nothing_is_answered(shared: tuple[Any, Any]) -> None:

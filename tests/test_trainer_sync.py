@@ -116,6 +116,20 @@ def test_interrupted_push_leaves_the_previous_weights() -> None:
     assert sync.push().fingerprint != before.fingerprint
 
 
+def test_a_push_that_is_refused_does_not_end_anothers() -> None:
+    """An engine that has another push under way refuses at the manifest, and is not told to abort."""
+    sync, engine = pair(qwen3())
+
+    def refuse(manifest: object) -> None:
+        raise RefitError("a refit is already under way")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "begin", refuse)
+        with pytest.raises(RefitError, match="already under way"):
+            sync.push()
+    assert "abort" not in engine.calls
+
+
 def test_a_diverged_weight_is_refused_before_anything_is_sent() -> None:
     """NaN in a master weight: FormatError with its name, and the engine hears nothing."""
     model = qwen3()

@@ -9,6 +9,9 @@ fails and takes the other ranks' answers for those of the next call, and vLLM's 
 is open. So a failure is kept, later messages of that update are received and dropped, and the trainer asks: a worker
 answers `collective_rpc("weight_transfer_engine", args=("status",))`, because this object is callable and vLLM resolves
 names of methods by attribute. `finish_weight_update` raises a failure that nobody has asked for, on the last rank.
+
+An update belongs to whoever sent its first message (`owner`); messages of others are ignored, and their senders see in
+the status that they do not own it.
 """
 
 from __future__ import annotations
@@ -116,6 +119,7 @@ class QuadsTransferEngine(WeightTransferEngine):
             "open_seconds": time.monotonic() - self._since if self._open else 0.0,
             "owner": self._owner,
             "failure": self._failure,
+            "committed": self._committed,
             "instance": self._instance,
             "plane_error": self._plane_error,
             "asleep": self._asleep,
@@ -159,6 +163,7 @@ class QuadsTransferEngine(WeightTransferEngine):
 
     def start_weight_update(self) -> None:
         """Open an update; the manifest comes with the first message."""
+        self._end_session()  # of an update that vLLM has closed by itself
         self._open, self._since = True, time.monotonic()
         self._owner, self._failure, self._read = None, None, True
         self._committed, self._version, self._state = False, None, None
@@ -184,10 +189,17 @@ class QuadsTransferEngine(WeightTransferEngine):
                 "transport",
             )
             return
+        arguments = dict(update_info.arguments)
+        owner = arguments.pop("owner", None)
+        if self._owner is None and update_info.op in ("begin", "checkpoint"):
+            self._owner = owner
+        if owner != self._owner:
+            logger.warning("quads: ignored %s of a trainer that does not own the update", update_info.op)
+            return
         operation, reason = operations[update_info.op]
         self._ends_before = self._ends()
         try:
-            operation(**update_info.arguments)
+            operation(**arguments)
         except Exception as e:
             self._fail(_text(e), reason)
 
@@ -214,8 +226,7 @@ class QuadsTransferEngine(WeightTransferEngine):
 
     # -- operations ------------------------------------------------------------------------------------------------
 
-    def _begin(self, manifest: Mapping[str, Any], owner: str | None = None) -> None:
-        self._owner = owner
+    def _begin(self, manifest: Mapping[str, Any]) -> None:
         self._begin_session(Manifest.from_json(manifest))
 
     def _begin_session(self, manifest: Manifest) -> None:
@@ -244,10 +255,7 @@ class QuadsTransferEngine(WeightTransferEngine):
         except Exception as e:
             self._fail(_text(e), "tensor")
 
-    def _checkpoint(
-        self, path: str, policy_version: int, fingerprint: str | None = None, owner: str | None = None
-    ) -> None:
-        self._owner = owner
+    def _checkpoint(self, path: str, policy_version: int, fingerprint: str | None = None) -> None:
         config = config_of(self.model)
         manifest = checkpoint_manifest(path, config, policy_version, fingerprint)
         state = checkpoint_state(path, config)
@@ -265,12 +273,13 @@ class QuadsTransferEngine(WeightTransferEngine):
             return
         if self._version is None:
             raise RefitError("commit came before a manifest")
-        self._session.commit(None if digests is None else {n: int(v) for n, v in digests.items()})
+        theirs = None if digests is None else {n: int(v) for n, v in digests.items()}
+        self._session.commit(theirs, self._state)
         self._committed, self._version, self._asleep = True, None, False
-        if self._state is not None:
-            config_of(self.model).set_compensation(self._state)
 
     def _abort(self) -> None:
+        if self._committed:
+            return  # what serves stays
         if self._failure is None:
             self._failure = "the trainer gave the update up"
         self._end_session()

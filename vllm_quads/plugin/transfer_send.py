@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm_quads.nvfp4 import RefitError
 from vllm_quads.plugin import compat
 from vllm_quads.plugin.transfer_receive import encode_handle
-from vllm_quads.refit.remote import WORKER, Control
+from vllm_quads.refit.remote import WORKER, Control, Messenger
 
 _BUCKET = 512 * 2**20
 _SMALL = 2**20
@@ -47,7 +47,7 @@ class IpcPlane:
             )
         self._devices = {gpu: mine[gpu] for gpu in wanted}
 
-    def send(self, control: Control, tensors: list[tuple[str, Tensor]]) -> None:
+    def send(self, control: Messenger, tensors: list[tuple[str, Tensor]]) -> None:
         """Send handles, and wait until every worker has read the memory behind them."""
         _require_gpu("CUDA IPC", tensors)
         large = [(n, t.detach().contiguous()) for n, t in tensors if t.nbytes >= _SMALL]
@@ -140,7 +140,7 @@ class NcclPlane:
             if status.get("plane_error"):
                 raise RefitError(f"NCCL: worker {rank} could not join: {status['plane_error']}")
 
-    def send(self, control: Control, tensors: list[tuple[str, Tensor]]) -> None:
+    def send(self, control: Messenger, tensors: list[tuple[str, Tensor]]) -> None:
         """Broadcast one bucket while the workers receive it."""
         _require_gpu("NCCL", tensors)
         ordered = _aligned([(n, t.detach().contiguous()) for n, t in tensors])

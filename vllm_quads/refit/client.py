@@ -13,6 +13,7 @@ controls the server, so keep its port within the cluster.
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import socket
@@ -64,7 +65,7 @@ class HttpControl:
             raise self._refused(route, e) from e
         except (TimeoutError, socket.timeout) as e:  # noqa: UP041 (two classes before 3.11)
             raise RefitError(self._no_answer(route)) from e
-        except (urllib.error.URLError, OSError) as e:
+        except (http.client.HTTPException, OSError) as e:  # URLError is an OSError
             if isinstance(getattr(e, "reason", None), TimeoutError):
                 raise RefitError(self._no_answer(route)) from e
             raise RefitError(

@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import tempfile
 import uuid
+import weakref
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save, save_file
 from torch import Tensor
 
 from vllm_quads.nvfp4 import RefitError
-from vllm_quads.refit.remote import Control
+from vllm_quads.refit.remote import Control, Messenger
 
 _BUCKET = 256 * 2**20
 
@@ -30,7 +31,7 @@ class InlinePlane:
     def connect(self, control: Control, instance: str) -> None:
         """Nothing to prepare."""
 
-    def send(self, control: Control, tensors: list[tuple[str, Tensor]]) -> None:
+    def send(self, control: Messenger, tensors: list[tuple[str, Tensor]]) -> None:
         """Serialise and send."""
         control.update({"op": "load", "plane": "inline", "data": save(_on_cpu(tensors))})
 
@@ -48,6 +49,8 @@ class DiskPlane:
         self.bucket_bytes = bucket_bytes
         self._parent = None if directory is None else Path(directory)
         self._directory: Path | None = None
+        self._remove: weakref.finalize[Any, Any] | None = None
+        """Removes the directory, at the latest when this object or the process ends."""
 
     def connect(self, control: Control, instance: str) -> None:
         """Make the directory. Raises RefitError if that cannot be."""
@@ -57,11 +60,12 @@ class DiskPlane:
             if self._parent is not None:
                 self._parent.mkdir(parents=True, exist_ok=True)
             self._directory = Path(tempfile.mkdtemp(prefix="quads-refit-", dir=self._parent))
+            self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
             self._directory.chmod(0o755)  # the engine may run as another user
         except OSError as e:
             raise RefitError(f"{self._parent}: cannot hold the tensors of a refit ({e}); name another directory") from e
 
-    def send(self, control: Control, tensors: list[tuple[str, Tensor]]) -> None:
+    def send(self, control: Messenger, tensors: list[tuple[str, Tensor]]) -> None:
         """Write a file, have it read, delete it."""
         assert self._directory is not None
         path = self._directory / f"{uuid.uuid4().hex}.safetensors"
@@ -78,10 +82,9 @@ class DiskPlane:
 
     def close(self) -> None:
         """Remove the directory."""
-        if self._directory is not None:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(self._directory)
-            self._directory = None
+        if self._remove is not None:
+            self._remove()
+        self._directory = None
 
 
 def _on_cpu(tensors: list[tuple[str, Tensor]]) -> dict[str, Tensor]:

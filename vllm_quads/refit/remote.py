@@ -5,12 +5,17 @@ Two things vary and are objects of their own: `Control` carries small messages t
 loop, HTTP), `DataPlane` carries tensors to its workers (CUDA IPC, NCCL, files, bytes). `RemoteEngine` is the protocol
 between them, the same for all:
 
-    pause (drain, freeze or abort)                  no request runs while weights change
     start_weight_update                             vLLM opens the update
-    update_weights {"op": "begin", manifest}        every worker validates
-    update_weights {"op": "load", ...}  (buckets)   every worker stages
+    update_weights {"op": "begin", manifest}        every worker validates, and knows its owner from now on
+    pause (drain, freeze or abort)                  no request runs while weights change
+    update_weights {"op": "load", ...}  (buckets)   every worker installs
+    reset_prefix_cache                              its blocks belong to the old weights
     update_weights {"op": "commit"}                 all workers agree, verify and switch; or none does
-    finish_weight_update, reset_prefix_cache, weight version, resume
+    weight version, resume, finish_weight_update
+
+Every message names its push (`owner`), and workers ignore those of any other: a trainer that was given up for dead, or
+that came second, neither writes, pauses nor resumes. Pausing and resuming happen while the update is open for the same
+reason.
 
 Workers do not raise: vLLM's multi-process executor stops reading answers at the first rank that fails, and hands the
 rest to the next call. They remember what went wrong, and answer when asked (`weight_transfer_engine`, "status").
@@ -25,6 +30,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,9 +41,9 @@ from torch import Tensor
 from vllm_quads.compensation import STATE_FILE, CompensationState
 from vllm_quads.nvfp4 import Contract, QuantizedSet, RefitError
 from vllm_quads.refit.manifest import Manifest
-from vllm_quads.refit.report import RefitReport, RefitStatus
+from vllm_quads.refit.report import KEEP_SERVING, RefitReport, RefitStatus, says_what_serves
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the messages between `RemoteEngine` and the workers; both sides must have the same."""
 WORKER = "weight_transfer_engine"
 """Attribute of a vLLM worker that answers questions: `collective_rpc("weight_transfer_engine", args=("status",))`."""
@@ -102,6 +108,24 @@ class Control(Protocol):
         """Take GPU memory again; scheduling goes on when all of it is there."""
 
 
+class Messenger(Protocol):
+    """What a data plane needs of a `Control`: its messages, marked with the push that they belong to."""
+
+    def update(self, info: Mapping[str, Any]) -> None:
+        """vLLM's `update_weights`."""
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """Messages of one push."""
+
+    control: Control
+    owner: str | None
+
+    def update(self, info: Mapping[str, Any]) -> None:
+        self.control.update({**info, "owner": self.owner})
+
+
 class DataPlane(Protocol):
     """Tensors to the workers of an engine."""
 
@@ -112,7 +136,7 @@ class DataPlane(Protocol):
     def connect(self, control: Control, instance: str) -> None:
         """Get ready for a push; instance changes when the engine has been started anew."""
 
-    def send(self, control: Control, tensors: list[tuple[str, Tensor]]) -> None:
+    def send(self, control: Messenger, tensors: list[tuple[str, Tensor]]) -> None:
         """Deliver tensors to every worker; they may be reused when this returns."""
 
     def close(self) -> None:
@@ -131,6 +155,10 @@ class RemoteEngine:
         except ValueError:
             raise RefitError(f"in_flight: is {in_flight!r}, expected one of {[m.value for m in InFlight]}") from None
         self._session: str | None = None
+        self._instance = ""
+        """Of the engine that the session is with."""
+        self._started = False
+        """True once the session has opened an update."""
         self._resume = False
         """True while this object owes a resume."""
         self._asleep = 0
@@ -189,6 +217,8 @@ class RemoteEngine:
 
     def _ask(self, question: str, *arguments: Any) -> list[dict[str, Any]]:
         answers = self._control.rpc(WORKER, question, *arguments)
+        if not answers:
+            raise RefitError(f"{self._control.label}: none of its workers answered; ask again when it has started")
         for rank, answer in enumerate(answers):
             if not isinstance(answer, Mapping) or "protocol" not in answer:
                 raise RefitError(
@@ -207,7 +237,7 @@ class RemoteEngine:
     # -- refit ---------------------------------------------------------------------------------------------------
 
     def begin(self, manifest: Manifest) -> None:
-        """Pause the engine and let every worker validate a push. Raises RefitError, and then the engine goes on."""
+        """Let every worker validate a push, then pause the engine. Raises RefitError, and then the engine goes on."""
         self._open({"op": "begin", "manifest": manifest.to_json()})
 
     def _open(self, message: Mapping[str, Any]) -> None:
@@ -222,23 +252,20 @@ class RemoteEngine:
                 f"that trainer is dead, call recover()"
             )
         self._wake_weights(status)
-        self._pause(refusing=status["state"] == "refusing")
-        self._session = uuid.uuid4().hex
-        try:
-            self._plane.connect(self._control, str(status["instance"]))
+        self._session, self._instance, self._started = uuid.uuid4().hex, str(status["instance"]), False
+        with self._ending_on_failure():
+            self._plane.connect(self._control, self._instance)
             self._control.start()
-            self._update({**message, "owner": self._session})
-        except BaseException:
-            with contextlib.suppress(RefitError):
-                self.abort()
-            raise
+            self._started = True
+            self._update(message)
+            self._pause(refusing=status["state"] == "refusing")
         self._seconds = {"client_begin": time.perf_counter() - start, "client_send": 0.0}
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Send tensors; one bucket travels while the next is made. Raises RefitError, and then the push is aborted."""
         self._require_open()
         start = time.perf_counter()
-        with ThreadPoolExecutor(1, thread_name_prefix="quads-refit") as sender:
+        with self._ending_on_failure(), ThreadPoolExecutor(1, thread_name_prefix="quads-refit") as sender:
             under_way: Future[None] | None = None
             try:
                 for bucket in _buckets(tensors, self._plane.bucket_bytes):
@@ -253,13 +280,11 @@ class RemoteEngine:
                 if under_way is not None:
                     with contextlib.suppress(Exception):
                         under_way.result()
-                with contextlib.suppress(RefitError):
-                    self.abort()
                 raise
         self._seconds["client_send"] += time.perf_counter() - start
 
     def _send(self, bucket: list[tuple[str, Tensor]]) -> None:
-        self._plane.send(self._control, bucket)
+        self._plane.send(_Owned(self._control, self._session), bucket)
         self._check()
 
     def commit(self, digests: Mapping[str, int] | None = None) -> RefitReport:
@@ -269,21 +294,45 @@ class RemoteEngine:
         message: dict[str, Any] = {"op": "commit"}
         if digests is not None:
             message["digests"] = {name: int(value) for name, value in digests.items()}
-        status = self._update(message)
-        report = RefitReport.from_json(status["report"])
-        self._close()
-        self._control.set_weight_version(str(report.policy_version))
-        # vLLM does not do this by itself: cached key/value blocks belong to the old weights.
-        if not self._control.reset_prefix_cache(self._in_flight is InFlight.KEEP):
+        with self._ending_on_failure():
+            # vLLM does not do this by itself. Before the commit, so that new weights never meet old blocks.
+            if not self._control.reset_prefix_cache(self._in_flight is InFlight.KEEP):
+                raise RefitError(f"{self._control.label}: vLLM refused to reset its prefix cache")
+            report = RefitReport.from_json(self._commit(message)["report"])
+        try:
+            self._release(report.policy_version)
+        except RefitError as e:
             raise RefitError(
-                f"{self._control.label}: serves policy version {report.policy_version}, but vLLM refused to reset its "
-                f"prefix cache, so it stays paused; reset the cache and resume it"
-            )
-        self._go_on()
+                f"{e}; policy version {report.policy_version} was committed, but the engine may still be paused: "
+                f"call recover()"
+            ) from e
         return report.with_seconds(**self._seconds, client_commit=time.perf_counter() - start)
 
+    def _commit(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Commit; returns the status. An answer that is lost on the way is no failure."""
+        try:
+            return self._update(message)
+        except RefitError as error:
+            try:
+                status = self._status()
+            except RefitError:
+                raise RefitError(f"{error}; the commit was under way: status() tells what serves") from error
+            if not _has_committed(status, self._session):
+                raise
+            return status
+
+    def _release(self, policy_version: int) -> None:
+        """After a commit: requests run again, and the update is closed."""
+        self._session = None
+        self._control.set_weight_version(str(policy_version))
+        self._go_on()
+        self._control.finish()
+
     def abort(self) -> None:
-        """Give the push up; the previous weights serve on. Raises RefitError if nothing serves any more."""
+        """Give the push up; the previous weights serve on. Raises RefitError if nothing serves any more.
+
+        What has been committed, by a call that was interrupted while it waited for the answer, stays.
+        """
         if self._session is not None:
             self._drop()
 
@@ -295,40 +344,59 @@ class RemoteEngine:
         self._resume = self._control.can_pause and self._asleep == 0
         self._drop(force=True)
 
-    def _drop(self, *, force: bool = False) -> None:
+    def _drop(self, *, force: bool = False) -> str:
+        """End the push (force: anyone's); returns what serves. Raises RefitError if nothing does."""
         mine, self._session = self._session, None
         status = self._status()
-        if status["open"] and (force or status["owner"] in (None, mine)):
-            self._control.update({"op": "abort"})
+        if _has_committed(status, mine):
+            self._release(int(status["policy_version"]))
+            return f"policy version {status['policy_version']} was committed and serves"
+        restarted = not force and status["instance"] != self._instance
+        is_open = bool(status["open"])
+        if restarted or (is_open and not force and not (self._started and status["owner"] in (None, mine))):
+            self._resume = False  # not this trainer's to end or to resume
+            return f"{self._control.label}: was started anew" if restarted else "status() tells what serves"
+        if is_open:
+            _Owned(self._control, status["owner"]).update({"op": "abort"})
             status = self._status()  # also tells the workers that their failure has been read
+        refuses = status["state"] == "refusing"
+        if not refuses:
+            self._go_on()
+        if is_open:
             self._control.finish()
-        if status["state"] == "refusing":
+        if refuses:
             raise RefitError(
-                f"{self._control.label}: refuses to serve until a refit succeeds ({status['reason']}); it stays paused"
+                f"{self._control.label}: the engine refuses to serve until a refit succeeds ({status['reason']}); it "
+                f"stays paused"
             )
-        self._go_on()
+        return KEEP_SERVING
 
     def _update(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        self._control.update(message)
+        _Owned(self._control, self._session).update(message)
         return self._check()
 
     def _check(self) -> dict[str, Any]:
-        """The workers' status. Raises RefitError with the reason of the first that has failed, after an abort."""
+        """The workers' status. Raises RefitError with the reason of the first that has failed."""
         status = self._status()
-        if status["failure"] is None:
-            return status
-        serves = "the engine refuses to serve until a refit succeeds"
-        try:
-            self.abort()
-            serves = "the previous weights keep serving"
-        except RefitError:
-            pass
-        failure = str(status["failure"])
-        raise RefitError(failure if "keep serving" in failure or "refus" in failure else f"{failure}; {serves}")
+        if status["owner"] != self._session:
+            raise RefitError(f"{self._control.label}: this push is over, another trainer has ended it")
+        if status["failure"] is not None:
+            raise RefitError(str(status["failure"]))
+        return status
 
-    def _close(self) -> None:
-        self._session = None
-        self._control.finish()
+    @contextlib.contextmanager
+    def _ending_on_failure(self) -> Iterator[None]:
+        """End the push at the first error; a RefitError then says what serves."""
+        try:
+            yield
+        except BaseException as error:
+            try:
+                outcome = self._drop()
+            except Exception as e:
+                outcome = str(e)
+            if isinstance(error, RefitError) and not says_what_serves(str(error)):
+                raise RefitError(f"{error}; {outcome}") from error
+            raise
 
     def _require_open(self) -> None:
         if self._session is None:
@@ -384,6 +452,8 @@ class RemoteEngine:
         if self._session is not None:
             raise RefitError("a refit is under way; commit or abort it before the engine sleeps")
         if level == 2:
+            if self._control.can_pause:
+                self._control.pause(InFlight.WAIT.value)  # a request that still ran would meet the refusal
             self._ask("before_sleep")
         self._control.sleep(level)
         self._asleep, self._weights_awake = level, False
@@ -400,6 +470,10 @@ class RemoteEngine:
     def close(self) -> None:
         """Give the data plane's resources back."""
         self._plane.close()
+
+
+def _has_committed(status: Mapping[str, Any], session: str | None) -> bool:
+    return session is not None and status["owner"] == session and bool(status.get("committed"))
 
 
 def state_to_text(state: CompensationState) -> str:
