@@ -27,6 +27,6 @@ def flops_us(shape: MoEShape, tokens: int, flops: float) -> float:
     return 2 * shape.weights_per_expert * tokens * shape.top_k / flops * 1e6
 
 
-def quantize_bytes(rows: int, k: int, *, silu_mul: bool = False) -> int:
-    """Bytes that quantization in the merged form moves: 16 bits in (twice for SiLU·mul), 16 bits and a scale out."""
-    return rows * k * ((4 if silu_mul else 2) + 2) + rows * 4
+def quantize_bytes(rows: int, k: int) -> int:
+    """Bytes that quantization in the merged form moves: 16 bits in, 16 bits and a scale for each row out."""
+    return rows * k * (2 + 2) + rows * 4

@@ -98,9 +98,9 @@ def quads_linear(
     """y [M, N] = W @ x for x [M, K], in x's dtype (bfloat16 or float16, contiguous rows).
 
     Activations are quantized to NVFP4 (W4A4; g: static encode global scale, float32 scalar, None means one per token),
-    or stay in 16 bits with `quantized=False` (W4A16: only `compensation.bias` is used). `choice` overrides the kernel
-    and the tokens that it multiplies at a time; `statistics` gathers the quantization's errors. Capturable in a CUDA
-    graph; tensors of `compensation` and g are read at replay.
+    or stay in 16 bits with `quantized=False` (W4A16: only `compensation.bias` is used). `plan` overrides the kernel,
+    the tokens that it multiplies at a time and the parts of K; `statistics` gathers the quantization's errors.
+    Capturable in a CUDA graph; tensors of `compensation` and g are read at replay.
     """
     tokens = x.shape[0]
     if x.dtype not in (torch.bfloat16, torch.float16) or x.dim() != 2 or x.shape[1] != prepared.k or x.stride(1) != 1:

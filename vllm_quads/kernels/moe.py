@@ -4,7 +4,7 @@
     prepared = prepare_moe_weights(w13_codes, w13_scales, w13_decode, w2_codes, w2_scales, w2_decode)
     y = quads_moe(x, prepared, topk_weights, topk_ids, compensation=..., four_over_six=...)
 
-Five launches, no host synchronisation, CUDA-graph capturable, all with programmatic dependent launch:
+Five launches (two more for many pairs, one for statistics), no host synchronisation, CUDA-graph capturable, all with programmatic dependent launch:
 
     group pairs by expert + quantize x -> GEMM 1 with SiLU·mul -> quantize h -> GEMM 2 -> sum over top-k
 
@@ -158,7 +158,7 @@ class Tuning:
     capacity: int | None = None
     """Tokens of one expert that are multiplied at a time, a multiple of 8."""
     splits: int | None = None
-    """Parts of the second GEMM's K, summed with the top-k: 1, 2, 4 or 8 (batch and prefill kernels)."""
+    """Parts of the second GEMM's K, summed with the top-k: 1, 2, 4 or 8 (1 alone for the decode kernel)."""
     float32_partials: bool | None = None
     """Keep each pair's output in FP32 until the top-k sum instead of x's dtype."""
     early_weights: bool = True
