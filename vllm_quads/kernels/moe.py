@@ -4,7 +4,8 @@
     prepared = prepare_moe_weights(w13_codes, w13_scales, w13_decode, w2_codes, w2_scales, w2_decode)
     y = quads_moe(x, prepared, topk_weights, topk_ids, compensation=..., four_over_six=...)
 
-Five launches (two more for many pairs, one for statistics), no host synchronisation, CUDA-graph capturable, all with programmatic dependent launch:
+Five launches (two more for many pairs, one for statistics), no host synchronisation, CUDA-graph capturable, all with
+programmatic dependent launch:
 
     group pairs by expert + quantize x -> GEMM 1 with SiLU·mul -> quantize h -> GEMM 2 -> sum over top-k
 
