@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from vllm_quads.kernels import MoECompensation, PreparedMoE, quads_moe
 from vllm_quads.kernels.plan import (
     DeviceLimits,
     Gemm,
@@ -101,3 +103,17 @@ def test_what_does_not_fit_is_refused() -> None:
         plan_layer(narrow, LIMITS, k_groups=(3, None))
     with pytest.raises(FormatError, match="not even 8"):
         plan_layer(LayerShape(64, 2, 8, 8, 4096, 14336), LIMITS, gemms=(None, Gemm.DECODE))
+
+
+def test_arguments_of_a_layer_that_do_not_fit_are_refused() -> None:
+    """Before anything is launched: compensation of 16-bit activations, and an output of another dtype or shape."""
+    blocks, scales = torch.empty(2, 1, 2304, dtype=torch.uint8), torch.ones(2, 2)
+    layer = PreparedMoE(blocks, blocks, scales, scales, 64, 48)
+    x, ids = torch.zeros(3, 64, dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.int32)
+    weights = torch.ones(3, 2)
+    for compensation in (MoECompensation(full_all=True), MoECompensation(center13=torch.ones(64))):
+        with pytest.raises(FormatError, match="not quantized"):
+            quads_moe(x, layer, weights, ids, quantized=False, compensation=compensation)
+    for out in (torch.zeros(3, 64), torch.zeros(2, 64, dtype=torch.bfloat16)):
+        with pytest.raises(FormatError, match="out is"):
+            quads_moe(x, layer, weights, ids, out=out)

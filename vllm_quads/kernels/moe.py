@@ -194,9 +194,13 @@ def quads_moe(
     `quantized=False` leaves activations in 16 bits (W4A16; of `compensation` nothing may be set). `router_on_input`
     multiplies x by the router weight, rounded to x's dtype, instead of the output (Llama 4; top-1 only, as one token
     has one operand). `statistics` gathers the errors of both quantizations. Capturable in a CUDA graph; tensors of
-    `compensation`, g13 and g2 are read at replay.
+    `compensation`, g13 and g2 are read at replay. Raises FormatError for arguments that do not fit together.
     """
     _check(x, prepared, topk_weights, topk_ids, expert_map)
+    if not quantized and any(v is not None and v is not False for v in vars(compensation).values()):
+        raise FormatError("compensation: there is none of activations that are not quantized")
+    if out is not None and (out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous()):
+        raise FormatError(f"out is {out.dtype} {tuple(out.shape)}, expected contiguous {x.dtype} {tuple(x.shape)}")
     tokens, top_k = topk_ids.shape
     if router_on_input:
         if top_k != 1:
