@@ -82,6 +82,9 @@ def test_wrong_arguments_of_prepare(arguments: dict[str, object], message: str) 
 def test_a_contract_that_is_a_dictionary(tmp_path: Path) -> None:
     """As a config file gives it: every entry says what to make of it."""
     model = qwen3()
+    for batches in (tokens(), [[1, 2]]):
+        with pytest.raises(QuadsError, match=r"calibrate: batches hold a batch .*, expected a list of int64 \[B, T\]"):
+            calibrate(model, batches, Contract())
     for action in (
         lambda: export_checkpoint(model, tmp_path / "x", {}),
         lambda: RolloutSync(model, None, contract={}),
@@ -120,6 +123,15 @@ def test_wrong_state_and_optimizer() -> None:
         follow_optimizer(model, None)
 
 
+def test_a_module_replaced_after_preparation() -> None:
+    """It multiplies with its plain weight, so a push of it quantized would be another policy."""
+    model = qwen3()
+    prepare_qat(model, Contract(targets=DENSE))
+    model.model.layers[1].self_attn.o_proj = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    with pytest.raises(ContractError, match="layers.1.self_attn.o_proj: the contract quantizes it, but the module"):
+        RolloutSync(model, None)
+
+
 def test_steps_counted_by_two() -> None:
     """follow_optimizer and a callback would run a schedule at twice its speed: a warning, once, and only then."""
     model, quiet = qwen3(), qwen3()
@@ -133,6 +145,8 @@ def test_steps_counted_by_two() -> None:
         for _ in range(3):
             optimizer.step()
             qat_step(model)
+    with pytest.warns(UserWarning, match="follows an optimizer already, so steps are going to count twice"):
+        follow_optimizer(model, torch.optim.SGD(model.parameters()))
     assert [str(w.message).partition(" in between")[0] for w in seen if "qat_step" in str(w.message)] == [
         "qat_step(model) was called twice without an optimizer step"
     ]

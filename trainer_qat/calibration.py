@@ -42,6 +42,10 @@ def calibrate(
     require_contract(contract)
     if contract.scheme is not Scheme.W4A4:
         raise ContractError(f"scheme: is {contract.scheme.value!r}; only 'w4a4' quantizes activations")
+    odd = next((b for b in batches if not isinstance(b, Tensor) or b.dim() != 2), None)
+    if odd is not None:
+        shape = f"of shape {tuple(odd.shape)}" if isinstance(odd, Tensor) else f"that is {type(odd).__name__}"
+        raise QuadsError(f"calibrate: batches hold a batch {shape}, expected a list of int64 [B, T]")
     if not sum(b.numel() for b in batches):
         raise QuadsError("calibrate: there is no calibration token; give at least one sequence")
     gathered = _Gatherer(model, contract)

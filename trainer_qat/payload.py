@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer_qat.adapters import Adapters, plain_model, require_no_prompt_learning
 from trainer_qat.inventory import Weight, decoder_layers, require_contract, weights_of
-from trainer_qat.prepare import frozen_amax, is_prepared, state_of
+from trainer_qat.prepare import frozen_amax, is_hooked, is_prepared, state_of
 from trainer_qat.quantizer import full_amax, shared_amax
 from trainer_qat.ranks import reshard
 from vllm_quads.checkpoint.disk_names import unstack
@@ -95,6 +95,12 @@ class Payload:
             if next(iter(weight.matrices)) in self.quantized:
                 if self._adapters.owner(weight.parameter) is not None:
                     raise ContractError(f"{weight.name}: is quantized, but {weight.problem}")
+                if is_prepared(model) and not is_hooked(weight):
+                    raise ContractError(
+                        f"{weight.name}: the contract quantizes it, but the module that prepare_qat hooked is not "
+                        f"there any more, so the trainer multiplies with the plain weight; replace modules "
+                        f"before prepare_qat"
+                    )
                 self._weights[weight.parameter] = weight
                 self._groups.setdefault(scale_group(weight.name), []).append(weight)
         self.frozen = frozen_amax(model)

@@ -32,7 +32,7 @@ from trainer_qat.ablation import check_ablation, fake_quantize_activation
 from trainer_qat.adapters import plain_model, require_no_prompt_learning
 from trainer_qat.cache import CacheMode, optimizer_steps
 from trainer_qat.experts import sorted_experts
-from trainer_qat.inventory import Inventory, require_contract
+from trainer_qat.inventory import Inventory, Weight, require_contract
 from trainer_qat.quantizer import QatState, WeightQuantizer
 from trainer_qat.scales import FROZEN_FILE, kept_or_current, load_frozen
 from trainer_qat.schedule import Progress, Schedule
@@ -241,6 +241,16 @@ def quantizers_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, WeightQuan
     for module in model.modules():
         for attribute, quantizer in getattr(module, _QUANTIZERS, {}).items():
             yield module, attribute, quantizer
+
+
+def is_hooked(weight: Weight) -> bool:
+    """True if the forward pass of the weight's module quantizes it."""
+    return weight.attribute in getattr(weight.module, _QUANTIZERS, {})
+
+
+def prepared_root(model: nn.Module) -> nn.Module:
+    """The module that `prepare_qat` was called on. Raises ContractError if there is none."""
+    return _root(model)
 
 
 def clear_cache(model: nn.Module) -> None:

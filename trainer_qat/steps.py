@@ -8,6 +8,7 @@ beside it.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from trainer_qat.cache import optimizer_steps
-from trainer_qat.prepare import quantizers_of, state_of
+from trainer_qat.prepare import prepared_root, quantizers_of, state_of
 from trainer_qat.quantizer import shared_amax
 from trainer_qat.ranks import reshard
 from trainer_qat.schedule import Progress
@@ -24,6 +25,8 @@ from vllm_quads.nvfp4 import ContractError, WeightGlobalScale
 
 _STEP = "step"
 _AMAX = "amax."
+_FOLLOWED: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
+"""Prepared model -> the handle that `follow_optimizer` gave last."""
 
 
 def qat_step(model: nn.Module) -> None:
@@ -70,14 +73,23 @@ def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Remo
 
     A wrapper (accelerate's) is looked through. Raises ContractError if the model is not prepared.
     """
-    state_of(model)
+    root = prepared_root(model)
     inner: Any = getattr(optimizer, "optimizer", optimizer)
     if not hasattr(inner, "register_step_post_hook"):
         raise ContractError(
             f"optimizer: is {type(optimizer).__name__}, expected a torch optimizer; call qat_step(model) after each of "
             f"its steps instead"
         )
+    before = _FOLLOWED.get(root)
+    hooks = None if before is None else before.hooks_dict_ref()  # None if that optimizer is gone
+    if before is not None and hooks is not None and before.id in hooks:
+        warnings.warn(
+            "the model follows an optimizer already, so steps are going to count twice: follow one optimizer, or "
+            "call remove() of the first handle",
+            stacklevel=2,
+        )
     handle: RemovableHandle = inner.register_step_post_hook(lambda *_: qat_step(model))
+    _FOLLOWED[root] = handle
     return handle
 
 
