@@ -9,4 +9,5 @@ export HF_HUB_OFFLINE=1
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/mypy" vllm_quads trainer_qat
-exec "$bin/python" -m pytest "$@"
+# Files side by side: most of a test is one engine or one trainer on one core.
+exec "$bin/python" -m pytest -n 2 --dist loadfile "$@"
