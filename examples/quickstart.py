@@ -28,6 +28,9 @@ QUESTIONS = ("What is the capital of France?", "Explain in one sentence why the 
 SERVER_TIMEOUT = 300.0
 
 
+INTERRUPTED = 130  # what a `quads` command returns after Ctrl-C
+
+
 class StepFailed(Exception):
     """A step did not work; the message says what to do."""
 
@@ -95,6 +98,8 @@ def quads_module(module: str, *arguments: str) -> None:
 def command(arguments: list[str], failure: str) -> None:
     """Run a command with its output on this terminal."""
     code = subprocess.run(arguments, check=False).returncode
+    if code == INTERRUPTED:
+        raise StepFailed("interrupted; run it again to go on, what is finished is kept")
     if code:
         raise StepFailed(
             f"{failure} with exit code {code}; its message is above. `quads doctor` checks the installation"

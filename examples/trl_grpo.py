@@ -24,12 +24,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+try:
+    from datasets import Dataset
+    from trl import GRPOConfig
+except ImportError as e:
+    sys.exit(f"{e}; install TRL beside QUADS: tools/setup_venv.sh demo trl")
 import torch
-from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 from transformers import PrinterCallback, TrainerCallback
-from trl import GRPOConfig
 
 from trainer_qat import qat_disabled
 from trainer_qat.integrations.trl import QuadsGRPOTrainer as GRPOTrainer  # QUADS

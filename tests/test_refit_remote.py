@@ -490,3 +490,12 @@ def test_addresses_and_data_planes_are_checked() -> None:
     with pytest.raises(RefitError, match="in_flight: is 'drop'"):
         HttpEngine("http://localhost:8000", in_flight="drop")
     assert isinstance(as_engine("http://localhost:8000"), HttpEngine)
+
+
+def test_a_report_reads_as_one_line() -> None:
+    """Promise: printing a report says version, size, phases and fingerprint, not the fields of a dataclass."""
+    text = str(RefitReport(7, "f" * 16, 2, 2_000_000_000, {"install": 0.5, "verify": 1e-7, "trainer_check": 0.25}))
+    assert text == (
+        "policy version 7: 2 tensors, 2 GB (packed) in 0.5 s (install 0.5 s, trainer_check 0.25 s); fingerprint "
+        "ffffffffffffffff, verified"
+    )

@@ -39,6 +39,14 @@ class RefitReport:
         """Sum of the engine's phases."""
         return sum(s for phase, s in self.seconds.items() if not phase.startswith("trainer_"))
 
+    def __str__(self) -> str:
+        phases = ", ".join(f"{phase} {s:.3g} s" for phase, s in self.seconds.items() if s >= 1e-3)
+        checked = "verified" if self.verified else "not compared with the trainer"
+        return (
+            f"policy version {self.policy_version}: {self.tensors} tensors, {self.bytes / 1e9:.3g} GB ({self.payload}) "
+            f"in {self.total_seconds:.3g} s ({phases}); fingerprint {self.fingerprint}, {checked}"
+        )
+
     def with_seconds(self, **seconds: float) -> RefitReport:
         """The report with further phases."""
         return replace(self, seconds={**self.seconds, **seconds})
