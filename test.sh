@@ -9,5 +9,6 @@ export HF_HUB_OFFLINE=1
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/mypy" vllm_quads trainer_qat
-# Files side by side: most of a test is one engine or one trainer on one core.
+# Files side by side: most of a test is one engine or one trainer on one core. Threads that wait must not spin then.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 exec "$bin/python" -m pytest -n 2 --dist loadfile "$@"

@@ -65,7 +65,7 @@ def test_forward_and_gradients_are_those_of_quantized_weights(implementation: st
     assert loss != plain[0]
     assert grads.keys() == expected[1].keys()
     for name, grad in grads.items():
-        assert torch.equal(grad, expected[1][name]), name
+        assert torch.equal(grad, expected[1][name]), (name, torch.get_num_threads())
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
@@ -79,7 +79,7 @@ def test_autocast_sees_the_same_weights(implementation: str) -> None:
     assert loss == expected[0]
     assert grads.keys() == expected[1].keys()
     for name, grad in grads.items():
-        assert torch.equal(grad, expected[1][name]), name
+        assert torch.equal(grad, expected[1][name]), (name, torch.get_num_threads())
 
 
 def test_parameters_and_state_dict_are_those_of_the_plain_model(tmp_path: object) -> None:

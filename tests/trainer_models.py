@@ -38,10 +38,15 @@ SHAPE = {
 
 @pytest.fixture(autouse=True)
 def single_thread() -> Iterator[None]:
-    """Tiny matrices run faster on one thread, and FSDP2's ranks use one, so that sums have one order."""
-    before = torch.get_num_threads()
+    """Tiny matrices run faster on one thread, and FSDP2's ranks use one, so that sums have one order.
+
+    The flag makes the gradient of gathered weights (batched_mm) add up in that order too, instead of atomically.
+    """
+    before, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     yield
+    torch.use_deterministic_algorithms(deterministic)
     torch.set_num_threads(before)
 
 
