@@ -273,3 +273,16 @@ def test_gap_passes_its_options_and_keeps_stdout_clean(
     assert (seen[0].arms, seen[0].max_tokens, seen[0].seed, seen[0].targets) == ("quick", 5, 3, ("*.x",))
     assert (tmp_path / "out" / "gap.png").exists()
     assert "W4A4" in quads("gap", bf16).stdout
+
+
+def test_progress_in_a_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a terminal progress is a line per tenth, and one more where a step begins 15 s after the last line."""
+    from vllm_quads.cli.run import _PlainProgress
+
+    clock = [0.0]
+    monkeypatch.setattr("vllm_quads.cli.run.time.monotonic", lambda: clock[0])
+    report = _PlainProgress("gap")
+    for done, seconds in ((0, 0.0), (1, 3.0), (2, 20.0), (3, 21.0), (20, 22.0)):
+        clock[0] = seconds
+        report(done, 100, f"step {done}")
+    assert capsys.readouterr().err.splitlines() == ["gap: 0 % step 0", "gap: 2 % step 2", "gap: 20 % step 20"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, TextIO
@@ -102,16 +104,16 @@ def progress(label: str) -> Iterator[Callable[[int, int, str], None]]:
 
 
 class _PlainProgress:
-    """A line per tenth where stderr is no terminal (logs of a job)."""
+    """Where stderr is no terminal (a job's log): a line per tenth, and one where the last is 15 s old."""
 
     def __init__(self, label: str) -> None:
-        self._label, self._tenth = label, -1
+        self._label, self._tenth, self._last = label, -1, -math.inf
 
     def __call__(self, done: int, total: int, what: str) -> None:
-        tenth = 10 * done // max(total, 1)
-        if tenth > self._tenth:
-            self._tenth = tenth
-            typer.echo(f"{self._label}: {10 * tenth} % {what}".rstrip(), err=True)
+        tenth, now = 10 * done // max(total, 1), time.monotonic()
+        if tenth > self._tenth or now - self._last >= 15:
+            self._tenth, self._last = max(tenth, self._tenth), now
+            typer.echo(f"{self._label}: {100 * done // max(total, 1)} % {what}".rstrip(), err=True)
 
 
 @contextlib.contextmanager
