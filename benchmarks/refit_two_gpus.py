@@ -97,7 +97,7 @@ BEGIN = time.perf_counter()
 
 
 @contextmanager
-def serve(directory: Path, name: str, devices: str, options: list[str]) -> Iterator[Callable[[], str]]:
+def serve(directory: Path, logs: Path, name: str, devices: str, options: list[str]) -> Iterator[Callable[[], str]]:
     """A server with dummy weights on the given GPUs; what is yielded waits for it and returns its address."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -110,10 +110,15 @@ def serve(directory: Path, name: str, devices: str, options: list[str]) -> Itera
         "--num-gpu-blocks-override", "256", "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m",
         "--enforce-eager", *options,
     ]  # fmt: skip
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": devices, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)  # torchrun's, which belong to the trainer
-    log = directory / f"{name}.log"
+    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    # torchrun's variables belong to the trainer: a server that sees them waits for a store that is not its own
+    env = {
+        k: v for k, v in os.environ.items() if k not in ours and not k.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))
+    }
+    env |= {"CUDA_VISIBLE_DEVICES": devices, "VLLM_SERVER_DEV_MODE": "1"}
+    env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # which is compiled at the first start
+    log = logs / f"{name}.log"
     with log.open("w") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
 
@@ -199,16 +204,17 @@ def prepare(directory: Path, layers: int) -> None:
 PARALLEL = ["--tensor-parallel-size", "2", "--enable-expert-parallel", "--disable-custom-all-reduce"]
 
 
-def lead(cases: list[str], layers: int, sharded: bool) -> dict[str, Any]:
+def lead(cases: list[str], layers: int, sharded: bool, logs: Path | None) -> dict[str, Any]:
     """Rank 0: start all servers at once, then run the cases one after another."""
     results: dict[str, Any] = {}
     device = torch.device("cuda", 0)
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         directory = Path(temporary)
+        logs = directory if logs is None else logs
         prepare(directory, layers)
         starting = {
             case: stack.enter_context(
-                serve(directory, case, "1" if case == "nccl" else "0,1", PARALLEL * (case == "ipc"))
+                serve(directory, logs, case, "1" if case == "nccl" else "0,1", PARALLEL * (case == "ipc"))
             )
             for case in cases
         }
@@ -230,7 +236,7 @@ def lead(cases: list[str], layers: int, sharded: bool) -> dict[str, Any]:
                 results["ipc, FSDP2" if sharded else "ipc"] = measure(model, url, "ipc")
                 say("ipc", json.dumps(results))
         except BaseException:
-            for log in directory.glob("*.log"):
+            for log in logs.glob("*.log"):
                 print(f"--- {log.name}", log.read_text()[-4000:], file=sys.stderr)
             raise
     return results
@@ -241,6 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="+", choices=("nccl", "ipc"))
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--logs", type=Path, help="directory for the servers' logs, which are lost otherwise")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
     rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -249,7 +256,7 @@ def main() -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     if rank == 0:
-        text = json.dumps(lead(arguments.cases, arguments.layers, ranks > 1), indent=1)
+        text = json.dumps(lead(arguments.cases, arguments.layers, ranks > 1, arguments.logs), indent=1)
         print(text)
         if arguments.json is not None:
             arguments.json.write_text(text)

@@ -32,6 +32,7 @@ def say(*words: Any) -> None:
 
 
 BEGIN = time.perf_counter()
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # which is compiled at the first start, for a minute
 
 
 def checkpoint(path: Path) -> Path:

@@ -27,7 +27,7 @@ pytestmark = [
 GRAPHS: dict[str, Any] = {
     "enforce_eager": False,
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8]},
-    "gpu_memory_utilization": 0.1,
+    "gpu_memory_utilization": 0.3,
 }
 
 
