@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refits of a Qwen3-30B-A3B shape on one GPU: `python benchmarks/refit.py quads|bf16|fp8 [--layers N] [--out DIR]`.
 
-`quads`: a trainer's model and an engine with captured CUDA graphs in one process; pushes of packed and of BF16 weights,
-with and without an undo log, after which the fingerprint is recomputed from what serves. `bf16` and `fp8`: vLLM's own
-layerwise reload of the same model from tensors on the GPU (FP8: quantized online). Weights are random. The time of
-copying the same bytes once is measured in the same process: the floor. Prints one JSON object a line.
+`quads`: a trainer's model and an engine with captured CUDA graphs in one process; first the install of all experts alone,
+then pushes of packed and of BF16 weights, with and without an undo log, after which the fingerprint is recomputed from
+what serves. `--profile` adds where the time of one packed push goes. `bf16` and `fp8`: vLLM's own layerwise reload of the
+same model from tensors on the GPU (FP8: quantized online). Weights are random. The time of copying the same bytes once is
+measured in the same process: the floor. Prints one JSON object a line.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import faulthandler
+import io
 import json
 import os
+import pstats
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,11 +32,13 @@ import torch
 
 from vllm_quads.bench.engines import ENGINES, QWEN3_30B_A3B, write_model
 
+START = time.perf_counter()
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 16]}
 
 
 def say(**facts: Any) -> None:
     """One line of JSON, and into the file of --out."""
+    facts["at"] = time.perf_counter() - START
     line = json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in facts.items()})
     print(line, flush=True)
     if say.file is not None:  # type: ignore[attr-defined]
@@ -107,7 +114,7 @@ def fill(model: Any, seed: int) -> None:
         b.fill_(1.0)
 
 
-def quads(layers: int, directory: Path, repeats: int) -> None:
+def quads(layers: int, directory: Path, repeats: int, profiled: bool = False) -> None:
     """Pushes into a QUADS engine."""
     from trainer_qat import RolloutSync
     from vllm_quads import register
@@ -124,9 +131,11 @@ def quads(layers: int, directory: Path, repeats: int) -> None:
     experts = sum(p.nbytes for n, p in model.named_parameters() if ".experts." in n)
     packed_bytes = int(experts * 0.28125)
     say(event="floor", copy_gbs=bandwidth / 1e9, bf16=experts / bandwidth, packed=packed_bytes / bandwidth)
+    install_only(llm, sync, bandwidth, experts, packed_bytes)
     for packed in (True, False):
         pushes(sync, packed, "none", repeats)
-    install_only(llm, sync, bandwidth, experts, packed_bytes)
+    if profiled:
+        profile(lambda: sync.push(rollback="none"))
     pushes(sync, True, "host", repeats)
     served, seconds = timed(rollout.fingerprint)
     report = rollout.status().report
@@ -146,6 +155,21 @@ def pushes(sync: Any, packed: bool, rollback: str, repeats: int) -> None:
         peak = torch.cuda.max_memory_allocated() - before
         say(event="push", packed=packed, rollback=rollback, repeat=i, push=seconds, peak_gib=peak / 2**30,
             tensors=report.tensors, gb=report.bytes / 1e9, **dict(report.seconds))  # fmt: skip
+
+
+def profile(work: Callable[[], Any]) -> None:
+    """Where the time of one push goes: functions of the host, then operators and kernels (25 each)."""
+    profiler = cProfile.Profile()
+    timed(lambda: profiler.runcall(work))
+    for order in ("tottime", "cumulative"):
+        text = io.StringIO()
+        pstats.Stats(profiler, stream=text).strip_dirs().sort_stats(order).print_stats(25)
+        print("\n".join(line for line in text.getvalue().splitlines() if line.strip()), flush=True)
+    with torch.profiler.profile() as trace:
+        timed(work)
+    averages = trace.key_averages()
+    for order in ("self_cpu_time_total", "self_cuda_time_total"):
+        print(averages.table(sort_by=order, row_limit=25, max_name_column_width=60), flush=True)
 
 
 def check(llm: Any, model: Any, sync: Any) -> None:
@@ -310,14 +334,18 @@ def main() -> None:
     parser.add_argument("kind", choices=("quads", "bf16", "fp8"))
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--profile", action="store_true", help="quads: say where the time of a packed push goes")
     parser.add_argument("--out", type=Path, help="directory for refit-KIND.jsonl")
     options = parser.parse_args()
+    faulthandler.enable()
     if options.out is not None:
         say.file = options.out / f"refit-{options.kind}.jsonl"  # type: ignore[attr-defined]
     say(event="start", device=torch.cuda.get_device_name(), torch=torch.__version__, layers=options.layers)
     with TemporaryDirectory() as directory:
-        run = quads if options.kind == "quads" else lambda *a: peer(options.kind, *a)
-        run(options.layers, Path(directory), options.repeats)
+        if options.kind == "quads":
+            quads(options.layers, Path(directory), options.repeats, options.profile)
+        else:
+            peer(options.kind, options.layers, Path(directory), options.repeats)
 
 
 if __name__ == "__main__":
