@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refits of a Qwen3-30B-A3B shape on one GPU: `python benchmarks/refit.py quads|bf16|fp8 [--layers N] [--out DIR]`.
 
-`quads`: a trainer's model and an engine with captured CUDA graphs in one process; the install of all experts alone, then
+`quads`: a trainer's model and an engine with captured CUDA graphs in one process; first the experts' install alone, then
 pushes of packed and of BF16 weights, with and without an undo log, after which the fingerprint is recomputed from what
 serves. `--profile` adds where the time of one packed push goes. `bf16` and `fp8`: vLLM's own layerwise reload of the
 same model from tensors on the GPU (FP8: quantized online). Weights are random. The time of copying the same bytes once
