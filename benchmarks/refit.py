@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refits of a Qwen3-30B-A3B shape on one GPU: `python benchmarks/refit.py quads|bf16|fp8 [--layers N] [--out DIR]`.
 
-`quads`: a trainer's model and an engine with captured CUDA graphs in one process; first the experts' install alone, then
+`quads`: a trainer's model and an engine with captured CUDA graphs in one process; the experts' install alone, then
 pushes of packed and of BF16 weights, with and without an undo log, after which the fingerprint is recomputed from what
-serves. `--profile` adds where the time of one packed push goes. `bf16` and `fp8`: vLLM's own layerwise reload of the
-same model from tensors on the GPU (FP8: quantized online). Weights are random. The time of copying the same bytes once
-is measured in the same process: the floor. Prints one JSON object a line.
+serves. `--profile`: where the time of one packed push goes. `bf16` and `fp8`: vLLM's own layerwise reload of the same
+model from tensors on the GPU (FP8: quantized online). Weights are random. The time of copying the same bytes once is
+measured in the same process: the floor. Prints one JSON object a line.
 """
 
 from __future__ import annotations
