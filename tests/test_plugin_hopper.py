@@ -126,6 +126,31 @@ def test_linear_kernels_get_buffers_that_stay(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(backend.forward(LinearRequest(x, Contract(), site)), wanted)
 
 
+def test_buffers_survive_the_loss_of_their_contents() -> None:
+    """Sleep level 2 drops whatever was allocated while the model was loaded: the next `prepare` writes all of it."""
+    site, other = SiteState(torch.zeros(HIDDEN), torch.zeros(1, 4, dtype=torch.bool)), SiteState.empty(INTER, EXPERTS)
+    layer = Layer(EXPERTS, HIDDEN, INTER)
+    parts = [PackedTensor.quantize(torch.randn(32, HIDDEN))]
+
+    def buffers(experts: HopperExperts, linear: HopperLinear) -> list[torch.Tensor]:
+        held = [*vars(experts._moe).values(), experts._bias13, *vars(linear._linear).values(), linear._bias]
+        return [t for t in held if isinstance(t, torch.Tensor)]
+
+    experts, linear, lost = HopperExperts(), HopperLinear(), False
+    for _ in range(2):
+        if lost:
+            for tensor in buffers(experts, linear):
+                tensor.fill_(77)
+            experts.forget()
+            linear.forget()
+        experts.prepare(layer.w13, layer.w2, site, other, centered=False)
+        linear.prepare(parts, site, centered=False)
+        if not lost:
+            expected, lost = [t.clone() for t in buffers(experts, linear)], True
+    assert len(expected) == 9
+    assert all(torch.equal(a, b) for a, b in zip(buffers(experts, linear), expected, strict=True))
+
+
 @pytest.mark.parametrize(
     ("name", "options", "dtype", "why"),
     [

@@ -96,6 +96,9 @@ class ExpertsBackend(Protocol):
         Codes and block scales that are empty stand for those that a WeightHolder has.
         """
 
+    def forget(self) -> None:
+        """The contents of all buffers are lost (their addresses are not): the next `prepare` has to write them all."""
+
     def forward(self, request: ExpertsRequest) -> Tensor:
         """y [M, H] in x's dtype, the local experts' share; see `compensation.experts_forward`."""
 
@@ -127,6 +130,9 @@ class LinearBackend(Protocol):
         """Take over the packed parts [N_i, K] and the compensation state after a change; centered=False: the centre is
         zero."""
 
+    def forget(self) -> None:
+        """The contents of all buffers are lost (their addresses are not): the next `prepare` has to write them all."""
+
     def forward(self, request: LinearRequest) -> Tensor:
         """y [M, N] in x's dtype, without the layer's bias; see `compensation.linear_forward`."""
 
@@ -152,6 +158,9 @@ class TorchExperts:
     ) -> None:
         self._prepared = None  # free the old copy first
         self._prepared = prepare_experts(w13, w2, w13_site, w2_site)
+
+    def forget(self) -> None:
+        """`prepare` makes all buffers."""
 
     def forward(self, request: ExpertsRequest) -> Tensor:
         assert self._prepared is not None
@@ -190,6 +199,9 @@ class TorchLinear:
         self._prepared = None
         scaled = torch.cat([p.scaled() for p in parts])
         self._prepared = prepare_matrix(scaled, channel_scales(parts), site.blocks[0], site.center)
+
+    def forget(self) -> None:
+        """`prepare` makes all buffers."""
 
     def forward(self, request: LinearRequest) -> Tensor:
         assert self._prepared is not None

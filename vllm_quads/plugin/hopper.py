@@ -61,6 +61,9 @@ class HopperExperts:
             self._bias13 = bias if self._bias13 is None else self._bias13.copy_(bias)
             self._is_centered = centered
 
+    def forget(self) -> None:
+        self._is_centered = True  # a bias of zeros has to be written, too
+
     def install(self, prefix: str, codes: Tensor, scales: Tensor) -> None:
         moe = self._moe
         assert moe is not None
@@ -158,6 +161,10 @@ class HopperLinear:
         rows = [(p.scaled() @ site.center) * p.decode_scale for p in parts] if centered else [_zeros(codes)]
         bias = torch.cat(rows)
         self._bias = bias if self._bias is None else self._bias.copy_(bias)
+
+    def forget(self) -> None:
+        if self._linear is not None:
+            self._linear.ones.fill_(1)
 
     def forward(self, request: LinearRequest) -> Tensor:
         assert self._linear is not None

@@ -353,6 +353,13 @@ class PackedLoader:
         self._param(matrix, Role.INPUT_SCALE)[matrix.scalar].copy_(value)
         self._input_scales[matrix.name] = value.clone()
 
+    def restore_input_scales(self) -> None:
+        """Write the static activation scales anew, from the copies that do not belong to the layer."""
+        for matrix in self.matrices:
+            kept = self._input_scales.get(matrix.name)
+            if kept is not None:
+                self._param(matrix, Role.INPUT_SCALE)[matrix.scalar].copy_(kept)
+
     def frozen_amax(self, matrices: Iterable[Matrix]) -> Tensor | None:
         """The amax float32 [n] that float weights of these matrices are quantized with, or None if it is their own.
 

@@ -68,6 +68,7 @@ class LayerRuntime(nn.Module):
         self.in_graphs = False
         """True once forward passes always hold the accumulators, see `gather_in_graphs`."""
         self._derived_from: tuple[int, int] | None = None
+        self._memory_lost = False
         self._state_version = 0
         self._has_center = dict.fromkeys(self.specs, False)
         loader.on_complete = self.settle_for_graphs
@@ -197,8 +198,17 @@ class LayerRuntime(nn.Module):
             self.loader.check_settled()
             # vLLM runs models in inference mode, and what was made in it can only be changed in it.
             with torch.inference_mode():
+                if self._memory_lost:
+                    self.loader.restore_input_scales()
                 self._prepare()
-            self._derived_from = version
+            self._derived_from, self._memory_lost = version, False
+
+    def memory_lost(self) -> None:
+        """The device memory that was allocated while the model was loaded has been dropped (sleep level 2).
+
+        A refit writes all weights anew. What it does not send is written anew when it settles.
+        """
+        self._memory_lost = True
 
     def settle_for_graphs(self) -> None:
         """After a change: rebuild at once where captured CUDA graphs replay without running Python."""
@@ -253,6 +263,8 @@ class ExpertsRuntime(LayerRuntime):
 
     def _prepare(self) -> None:
         w13, w2 = self.active[self.w13.name], self.active[self.w2.name]
+        if self._memory_lost:
+            self.backend.forget()
         self.backend.prepare(self._stored("w13"), self._stored("w2"), w13, w2, centered=self.centered())
         if isinstance(self.backend, WeightHolder):
             self.loader.close()
@@ -325,6 +337,8 @@ class LinearRuntime(LayerRuntime):
         return [self.loader.packed(m) for m in self.loader.matrices]
 
     def _prepare(self) -> None:
+        if self._memory_lost:
+            self.backend.forget()
         self.backend.prepare(self._parts(), self.active[self.site.name], centered=self.centered())
 
     def forward(self, x: Tensor) -> Tensor:

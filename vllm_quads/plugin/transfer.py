@@ -135,7 +135,10 @@ class QuadsTransferEngine(WeightTransferEngine):
         return {"fingerprint": model_fingerprint(config_of(self.model))}
 
     def _before_sleep(self) -> dict[str, Any]:
-        config_of(self.model).refusal = "the engine slept at level 2, which drops its weights"
+        config = config_of(self.model)
+        config.refusal = "the engine slept at level 2, which drops its weights"
+        for runtime in config.runtimes.values():
+            runtime.memory_lost()
         self._asleep = True
         return {}
 
