@@ -9,7 +9,7 @@ gathered one at a time; every rank has to iterate.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -23,6 +23,7 @@ from trainer_qat.inventory import Weight, decoder_layers, require_contract, weig
 from trainer_qat.prepare import frozen_amax, is_hooked, is_prepared, state_of
 from trainer_qat.quantizer import full_amax, shared_amax
 from trainer_qat.ranks import reshard
+from trainer_qat.wire import Wire
 from vllm_quads.checkpoint.disk_names import unstack
 from vllm_quads.checkpoint.layouts import LAYOUTS, Format
 from vllm_quads.nvfp4 import (
@@ -87,6 +88,9 @@ class Payload:
             shapes = {name: shape for w in weights_of(model) for name, shape in w.matrices.items()}
             self.contract, self.quantized = contract, contract.resolve(shapes, decoder_layers(self.model))
         self._renamed: dict[str, str | None] = {}
+        self._plain_specs: dict[tuple[str, torch.Size, torch.dtype], dict[str, TensorSpec]] = {}
+        self._held: dict[tuple[str, ...], list[str]] = {}
+        self._wires: dict[str, Wire] = {}
         self._weights: dict[str, Weight] = {}
         self._groups: dict[str, list[Weight]] = {}
         self._adapters = Adapters.of(self.model)
@@ -132,6 +136,31 @@ class Payload:
     def weights(self) -> Iterator[Weight]:
         """The quantized weights."""
         yield from self._weights.values()
+
+    def wire(self, weight: Weight) -> Wire:
+        """How a quantized weight travels in a refit."""
+        wire = self._wires.get(weight.parameter)
+        if wire is None or wire.shape != tuple(weight.tensor.shape):
+            wire = self._wires[weight.parameter] = Wire(weight)
+        return wire
+
+    def missing(self, parameters: Sequence[str]) -> list[str]:
+        """Quantized matrices that none of these parameters holds."""
+        key = tuple(parameters)
+        if key not in self._held:
+            found = {name for parameter in key for name in self._weights[parameter].matrices}
+            self._held = {key: sorted(set(self.quantized.shapes) - found)}
+        return self._held[key]
+
+    def plain_specs(self, name: str, tensor: Tensor) -> dict[str, TensorSpec]:
+        """Checkpoint names, shapes and dtypes of a parameter or buffer that is not quantized."""
+        key = (name, tensor.shape, tensor.dtype)
+        if key not in self._plain_specs:
+            meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            self._plain_specs[key] = {
+                disk: TensorSpec(tuple(t.shape), t.dtype) for disk, t in self.named(name, meta).items()
+            }
+        return self._plain_specs[key]
 
     def merged(self, name: str, full: Tensor) -> Tensor:
         """A whole parameter, with what adapters add to it."""
@@ -219,8 +248,8 @@ class Payload:
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Buffers that a state dict holds."""
         for path, module in self.model.named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
                     yield f"{path}.{name}" if path else name, buffer
 
     def named(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -276,13 +305,13 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def plain_dtype(tensor: Tensor) -> torch.dtype:
+def plain_dtype(dtype: torch.dtype) -> torch.dtype:
     """FP32 master weights are served in BF16; other dtypes stay."""
-    return torch.bfloat16 if tensor.dtype == torch.float32 else tensor.dtype
+    return torch.bfloat16 if dtype == torch.float32 else dtype
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    return tensor.to(plain_dtype(tensor)).contiguous()
+    return tensor.to(plain_dtype(tensor.dtype)).contiguous()
 
 
 def _packed_specs(disk: str, shape: tuple[int, ...]) -> dict[str, TensorSpec]:

@@ -243,9 +243,15 @@ def quantizers_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, WeightQuan
             yield module, attribute, quantizer
 
 
+def quantizer_of(weight: Weight) -> WeightQuantizer | None:
+    """The quantizer that the forward pass of the weight's module applies to it, or None."""
+    quantizers: dict[str, WeightQuantizer] = getattr(weight.module, _QUANTIZERS, {})
+    return quantizers.get(weight.attribute)
+
+
 def is_hooked(weight: Weight) -> bool:
     """True if the forward pass of the weight's module quantizes it."""
-    return weight.attribute in getattr(weight.module, _QUANTIZERS, {})
+    return quantizer_of(weight) is not None
 
 
 def prepared_root(model: nn.Module) -> nn.Module:

@@ -119,7 +119,7 @@ class RolloutSync:
                 report = self._transfer(self.engine, manifest, stream, tensors)
         except BaseException as e:
             error = e
-        if self.payload.sharded:
+        if stream.sharded:
             with contextlib.suppress(QuadsError):  # other ranks wait in a gather until this one has seen everything
                 drain(tensors)
             error = ranks.agree(error, "the push", RefitError)
@@ -195,7 +195,8 @@ class RolloutSync:
             ) from cause
 
     def _progressing(self, tensors: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor], None, None]:
-        with _progress_line(self._progress, sum(p.nbytes for _, p in self.payload.parameters())) as advance:
+        total = sum(p.nbytes for _, p in self.payload.parameters()) if self._progress else 0
+        with _progress_line(self._progress, total) as advance:
             for name, tensor in tensors:
                 yield name, tensor
                 advance(tensor)
