@@ -94,8 +94,9 @@ def _line(arm: Arm) -> str:
 class Table:
     """Collects arms and writes them as a result, as often as one likes."""
 
-    def __init__(self, bench: StepBench, out: Path, settings: dict[str, Any]) -> None:
-        self._bench, self._out, self._settings = bench, out, settings
+    def __init__(self, bench: StepBench, out: Path, settings: dict[str, Any], suffix: str) -> None:
+        """suffix: of the result's name."""
+        self._bench, self._out, self._settings, self._suffix = bench, out, settings, suffix
         self._series: dict[str, Series] = {}
         self._details: dict[str, dict[str, object]] = {}
         self._baseline: dict[int, Arm] = {}
@@ -126,7 +127,7 @@ class Table:
             tuple(self._series.values()),
             environment.describe(),
             {
-                "name": "qwen3-30b-a3b" + (f"-fsdp{ranks}" if ranks > 1 else ""),
+                "name": "qwen3-30b-a3b" + self._suffix + (f"-fsdp{ranks}" if ranks > 1 else ""),
                 **self._settings,
                 "vocabulary": self._bench.vocabulary,
                 "optimizer": "AdamW, fused, BF16 weights, gradients and states",
@@ -157,7 +158,8 @@ def main() -> None:
     wrap = shard if ranks > 1 else lambda model: None
     bench = StepBench.build(layers, tokens[0], args.micro_batches, wrap=wrap)
     say(f"{layers} layers, {bench.quantized_bytes / 2**30:.2f} GiB of routed experts in BF16, {ranks} ranks")
-    table = Table(bench, args.out, {"layers": layers, "ranks": ranks, "micro_batches": args.micro_batches})
+    settings = {"layers": layers, "ranks": ranks, "micro_batches": args.micro_batches}
+    table = Table(bench, args.out, settings, f"-{layers}-layers" if args.layers else "")
     for i, count in enumerate(tokens):
         bench.set_batches(count, args.micro_batches)
         table.add(count, arms_of(bench, args.steps))

@@ -21,7 +21,15 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from trainer_models import ALL_LINEARS, qwen3, single_thread, tokens  # noqa: F401
 
-from trainer_qat import CacheMode, RolloutSync, Schedule, export_checkpoint, follow_optimizer, prepare_qat
+from trainer_qat import (
+    CacheMode,
+    RolloutSync,
+    Schedule,
+    calibrate,
+    export_checkpoint,
+    follow_optimizer,
+    prepare_qat,
+)
 from trainer_qat.prepare import expert_weights, quantizers_of, remove_qat, state_of
 from vllm_quads.nvfp4 import Contract, WeightGlobalScale, fake_quantize_weight
 
@@ -185,6 +193,19 @@ def scored_before_the_step(sharded: bool) -> str:
     return RolloutSync(model, None).payload.fingerprint()
 
 
+def calibrated(sharded: bool) -> str:
+    """Fingerprint of what calibration finds; batches that differ between ranks are refused."""
+    model = qwen3()
+    if sharded:
+        shard(model, "layer", MixedPrecisionPolicy())
+    batches = [tokens(2, 32), tokens(2, 32, seed=2)]
+    if sharded:
+        own = [tokens(2, 32, seed=dist.get_rank())]
+        refusal = outcome(lambda: calibrate(model, own, ALL_LINEARS))
+        assert refusal.startswith("QuadsError: calibrate: the ranks of a sharded model were given different batches")
+    return calibrate(model, batches, ALL_LINEARS).fingerprint()
+
+
 def worker(rank: int, port: int, directory: str) -> None:
     """One rank: every case, then push and export."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
@@ -193,11 +214,13 @@ def worker(rank: int, port: int, directory: str) -> None:
     results = {ONE_PROCESS + name: reference(case) for name, case in CASES.items()} if rank == 0 else {}
     results[ONE_PROCESS + "ddp"] = reference({"fp32": True, "schedule": Schedule(start=1, ramp=2)})
     results[ONE_PROCESS + "scored"] = ([], scored_before_the_step(False))
+    results[ONE_PROCESS + "calibrated"] = ([], calibrated(False))
     adapters = importlib.util.find_spec("peft") is not None
     if adapters:
         results[ONE_PROCESS + "lora"] = lora(None)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     results["scored"] = ([], scored_before_the_step(True))
+    results["calibrated"] = ([], calibrated(True))
     for units in LORA_UNITS if adapters else ():
         results["lora: " + units] = lora(units)
     for name, case in CASES.items():
@@ -297,6 +320,11 @@ def test_data_parallel_training(ranks: list[dict[str, tuple[list[float], str]]])
 def test_parameters_that_fsdp_kept_gathered_are_not_sent(ranks: list[dict[str, Any]]) -> None:
     """A scoring pass between backward and step leaves gathered parameters behind, and the step is not in them."""
     assert {r["scored"][1] for r in ranks} == {ranks[0][ONE_PROCESS + "scored"][1]}
+
+
+def test_calibration_gathers_sharded_weights(ranks: list[dict[str, Any]]) -> None:
+    """calibrate() of a sharded model finds what one process finds, on every rank; different batches are refused."""
+    assert {r["calibrated"][1] for r in ranks} == {ranks[0][ONE_PROCESS + "calibrated"][1]}
 
 
 @pytest.mark.parametrize("units", LORA_UNITS)

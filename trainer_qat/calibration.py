@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 
 from trainer_qat.inventory import Weight, require_contract
 from trainer_qat.observe import Pass, observing, quantized_weights, site_of
+from trainer_qat.payload import full_tensor
 from trainer_qat.prepare import state_of
+from trainer_qat.ranks import Ranks, reshard
 from vllm_quads.compensation import CompensationState, SiteInputs, SiteStatistics, quantize_with_residual, refresh
 from vllm_quads.compensation.statistics import RING_ROWS
 from vllm_quads.nvfp4 import Contract, ContractError, PackedTensor, QuadsError, Scheme
@@ -29,13 +32,14 @@ def calibrate(
     Args:
         model: a Hugging Face causal language model, prepared or not. Activations stay in the model's dtype; their
             quantization error is measured on the side.
-        batches: token ids int64 [B, T] without padding.
+        batches: token ids int64 [B, T] without padding. Under FSDP2 all ranks call this with the same ones and get
+            the same state; weights are gathered one GEMM at a time.
         contract: None takes that of a prepared model.
         sensitivities: see `trainer_qat.sensitivity`; without them every site gets the same ratio.
 
     Raises:
         ContractError: the contract does not quantize activations, or does not fit the model.
-        QuadsError: there is no calibration token.
+        QuadsError: there is no calibration token, or the ranks of a sharded model have different ones.
     """
     if contract is None:
         contract = state_of(model).contract
@@ -48,13 +52,29 @@ def calibrate(
         raise QuadsError(f"calibrate: batches hold a batch {shape}, expected a list of int64 [B, T]")
     if not sum(b.numel() for b in batches):
         raise QuadsError("calibrate: there is no calibration token; give at least one sequence")
+    _require_same(batches, Ranks.of(model))
     gathered = _Gatherer(model, contract)
     device = next(model.parameters()).device
     with torch.no_grad(), observing(model, contract, gathered.observe):
         for batch in batches:
             gathered.tokens += batch.numel()
             model(input_ids=batch.to(device), use_cache=False)
-    return refresh(gathered.inputs(), contract, sensitivities)
+        reshard(model)  # every rank must see the same parameters as shards, or one would wait for the others
+        return refresh(gathered.inputs(), contract, sensitivities)
+
+
+def _require_same(batches: Sequence[Tensor], ranks: Ranks) -> None:
+    """Each rank would get a state of its own out of batches of its own. A collective."""
+    if not ranks.sharded:
+        return
+    digest = hashlib.blake2b()
+    for batch in batches:
+        digest.update(repr(tuple(batch.shape)).encode() + batch.to("cpu", torch.int64).numpy().tobytes())
+    if ranks.differ(digest.hexdigest()):
+        raise QuadsError(
+            "calibrate: the ranks of a sharded model were given different batches; give every rank the same ones, for "
+            "all of them take part in each forward pass and keep the same state"
+        )
 
 
 class _Gatherer:
@@ -108,8 +128,8 @@ def _experts(weights: Sequence[Weight]) -> int:
 def _packed(weights: Sequence[Weight], name: str) -> PackedTensor:
     """Packed weights [E, N, K] of a site, from a stack, per-expert matrices or the parts of a dense linear."""
     if weights[0].tensor.dim() == 3:
-        return PackedTensor.quantize(weights[0].tensor, name=name)
+        return PackedTensor.quantize(full_tensor(weights[0].tensor), name=name)
     experts: list[list[Tensor]] = [[] for _ in range(_experts(weights))]
     for weight in weights:
-        experts[expert_index(weight.name) or 0].append(weight.tensor.detach())
+        experts[expert_index(weight.name) or 0].append(full_tensor(weight.tensor))
     return PackedTensor.quantize(torch.stack([torch.cat(parts) for parts in experts]), name=name)

@@ -61,6 +61,14 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return next((v for v in values if v is not None), None)
 
+    def differ(self, value: object) -> bool:
+        """True if the ranks do not have equal values. A collective."""
+        if not self.sharded:
+            return False
+        values: list[object] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(values, value, group=self.group)
+        return any(v != values[0] for v in values)
+
     def share(self, value: _T) -> _T:
         """The leading rank's value, on all of them. A collective."""
         if not self.sharded:
