@@ -24,6 +24,10 @@ from vllm_quads.nvfp4.errors import QuadsError
 
 ARCHITECTURE = "90a"
 """The kernels use wgmma and setmaxnreg, which exist on compute capability 9.0 alone."""
+DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""The kernels' numbers of dtypes, in CUDA and in Triton."""
+ACTIVATIONS = (torch.bfloat16, torch.float16)
+"""What activations may be."""
 
 
 class KernelError(QuadsError, RuntimeError):

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from vllm_quads.kernels import _native
-from vllm_quads.kernels._native import CastArgs, GemmArgs, QuantizeArgs
+from vllm_quads.kernels._native import DTYPES, CastArgs, GemmArgs, QuantizeArgs
 from vllm_quads.kernels.layout import K_BLOCK
 from vllm_quads.kernels.plan import DeviceLimits, Gemm, GemmChoice
 
-DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-"""The kernels' numbers of dtypes."""
 SWIGLU, PLAIN = 0, 1
 """Epilogues: silu(gate) * up of two rows, or one output channel a row."""
 

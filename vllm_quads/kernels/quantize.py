@@ -15,8 +15,6 @@ from vllm_quads.nvfp4.errors import FormatError
 from vllm_quads.nvfp4.formats import BLOCK_SIZE, check_k
 from vllm_quads.nvfp4.swizzle import padded_shape
 
-_DTYPES = {torch.bfloat16: 0, torch.float16: 1}
-
 
 class Merged(NamedTuple):
     """Operand of an emulated W4A4 GEMM."""
@@ -124,12 +122,14 @@ def quantize_packed(
 
 def _launch(args: QuantizeArgs, x: Tensor, four_over_six: bool, packed: bool) -> None:
     lib = _native.library()
-    code = lib.quads_quantize(ctypes.byref(args), _DTYPES[x.dtype], int(four_over_six), int(packed), _native.stream())
+    code = lib.quads_quantize(
+        ctypes.byref(args), _native.DTYPES[x.dtype], int(four_over_six), int(packed), _native.stream()
+    )
     _native.check(code, "activation quantization")
 
 
 def _check(x: Tensor) -> None:
-    if x.dtype not in _DTYPES or x.dim() != 2 or x.stride(1) != 1:
+    if x.dtype not in _native.ACTIVATIONS or x.dim() != 2 or x.stride(1) != 1:
         raise FormatError(f"x is {x.dtype} {tuple(x.shape)}, expected bfloat16 or float16 [M, K] with contiguous rows")
     check_k(x.shape[1], "x")
     if x.data_ptr() % 16 or x.stride(0) % 8:

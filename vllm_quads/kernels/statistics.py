@@ -19,7 +19,6 @@ from vllm_quads.kernels import _native
 from vllm_quads.nvfp4.errors import FormatError
 from vllm_quads.nvfp4.formats import check_k
 
-_DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 MAX_RING_ROWS = 1024
 """Longest ring that the kernel fills."""
 
@@ -92,7 +91,7 @@ def site_args(
 ) -> SiteArgs:
     """One site of a launch: rows x [M, K], see `gather_statistics`. Raises FormatError."""
     groups, k = statistics.energy.shape
-    if x.dtype not in _DTYPES or x.dim() != 2 or x.shape[1] != k or x.stride(1) != 1:
+    if x.dtype not in _native.ACTIVATIONS or x.dim() != 2 or x.shape[1] != k or x.stride(1) != 1:
         raise FormatError(
             f"x is {x.dtype} {tuple(x.shape)}, expected bfloat16 or float16 [M, {k}] with contiguous rows"
         )
@@ -138,7 +137,7 @@ def launch_statistics(
         if decode is None:
             scratch = torch.empty(sites[0].rows, dtype=torch.float32, device=ring.device)
     code = _library().quads_statistics(
-        ctypes.byref(args), _DTYPES[dtype], int(four_over_six), _native.pointer(scratch), _native.stream()
+        ctypes.byref(args), _native.DTYPES[dtype], int(four_over_six), _native.pointer(scratch), _native.stream()
     )
     _native.check(code, "error statistics")
 

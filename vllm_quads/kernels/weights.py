@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_quads.kernels._native import DTYPES
 from vllm_quads.nvfp4.errors import FormatError
 from vllm_quads.nvfp4.fingerprint import CODES_PER_WORD, packed_digest
 from vllm_quads.nvfp4.formats import BLOCK_SIZE, E2M1_MAX, check_k, pack_codes
@@ -27,7 +28,6 @@ from vllm_quads.nvfp4.reference import encode_scale, quantize_blocks, quantize_w
 if TYPE_CHECKING:
     from types import ModuleType
 
-_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _WORDS = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32: torch.int64}
 _BLOCKS = 128
 """Blocks of 16 weights in a tile."""
@@ -70,10 +70,9 @@ class FiniteCheck:
         names, amaxes, self._names, self._amax = self._names, self._amax, [], []
         if not amaxes:
             return
-        finite = torch.stack([torch.isfinite(a).all() for a in amaxes])
-        if bool(finite.all()):
+        if bool(torch.isfinite(torch.cat([a.flatten() for a in amaxes])).all()):
             return
-        index = int((~finite).nonzero()[0, 0])
+        index = next(i for i, a in enumerate(amaxes) if not bool(torch.isfinite(a).all()))
         bad = (~torch.isfinite(amaxes[index].flatten())).nonzero().flatten()
         where = f", matrix {int(bad[0])} of the stack" if amaxes[index].dim() else ""
         raise FormatError(
@@ -168,7 +167,7 @@ def dequantize_stack(
         out = torch.empty(shape, dtype=dtype, device=packed.codes.device)
     _check_out(out, shape, out.dtype, "output", gaps=True)
     triton = _triton(packed.codes)
-    if triton is None or out.dtype not in _DTYPES:
+    if triton is None or out.dtype not in DTYPES:
         out.copy_(packed.packed().dequantize(out.dtype))
         return out
     codes, matrices, (n, half_k) = _stack(packed.codes)
@@ -180,7 +179,7 @@ def dequantize_stack(
         matrices,
         *(codes, target.scales, packed.decode_scale.contiguous(), target.values),
         *(geometry.blocks, geometry.per_row, *(s for pair in geometry.strides for s in pair)),
-        DTYPE=_DTYPES[out.dtype],
+        DTYPE=DTYPES[out.dtype],
         FLAT=geometry.flat,
     )
     return out
@@ -297,7 +296,7 @@ class _Operand(NamedTuple):
     def of(weight: Tensor) -> _Operand:
         t, matrices, shape = _stack(_input(weight.detach()))
         words = _words(t)
-        return _Operand(words, matrices, shape, _geometry(shape, (words.stride(), 8)), _DTYPES[t.dtype])
+        return _Operand(words, matrices, shape, _geometry(shape, (words.stride(), 8)), DTYPES[t.dtype])
 
 
 class _Outputs(NamedTuple):
@@ -413,7 +412,7 @@ def _reference_amax(weight: Tensor) -> Tensor:
 
 
 def _check_weight(weight: Tensor) -> None:
-    if weight.dtype not in _DTYPES or weight.dim() < 2:
+    if weight.dtype not in DTYPES or weight.dim() < 2:
         raise FormatError(
             f"weight is {weight.dtype} {tuple(weight.shape)}, expected bfloat16, float16 or float32 [..., N, K]"
         )
