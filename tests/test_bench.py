@@ -29,6 +29,7 @@ from vllm_quads.bench.engines import (
     weight_gib,
 )
 from vllm_quads.bench.layers import DEFAULT, PLAIN, QUARTER, RandomLayer, relative_error, uniform_inputs
+from vllm_quads.bench.nudge import nudge, nudged
 from vllm_quads.bench.plot import plot
 from vllm_quads.bench.random_weights import random_checkpoint
 from vllm_quads.bench.result import ratios
@@ -358,7 +359,7 @@ def test_impossible_wishes(arguments: list[str], says: str) -> None:
                 "--no-compile",
             ],
         ),
-        ("logprobs", ["--record", "--against", "--prompts", "--max-tokens"]),
+        ("logprobs", ["--record", "--against", "--prompts", "--max-tokens", "--nudge"]),
         ("show", ["--out", "--json"]),
     ],
 )
@@ -375,8 +376,19 @@ def test_results_say_where_they_come_from(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "argv", typed)
     assert environment.command_line() == "quads bench moe --tokens 1,4"
     found = environment.describe()
-    assert {"date", "card", "python", "torch", "vllm-quads", "kernels", "command"} <= set(found)
+    assert {"date", "card", "python", "torch", "vllm-quads", "source", "kernels", "command"} <= set(found)
     assert not [v for v in found.values() if str(Path.home()) in v or str(Path(__file__).parents[1]) in v]
+
+
+def test_a_changed_checkout_names_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit is recorded only where tracked files are those of the commit; the digest of the sources always is."""
+    answers = {"rev-parse": "0123456789ab", "status": ""}
+    monkeypatch.setattr(environment, "_first_line", lambda command: answers[command[3]] if "-C" in command else "")
+    monkeypatch.setattr(Path, "exists", lambda self: True)
+    assert environment._commit() == "0123456789ab"
+    answers["status"] = "M vllm_quads/__init__.py"
+    assert environment._commit() == "unknown: files differ from the checkout's commit"
+    assert len(environment.source_digest()) == 16
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------
@@ -550,7 +562,7 @@ def test_the_cache_of_48_layers_takes_96_kib_a_token() -> None:
 
 def test_log_prob_differences_against_the_full_divergence(tmp_path: Path) -> None:
     """Equal distributions differ by nothing; where all mass is recorded the KL is the exact one; files round-trip."""
-    from vllm_quads.bench.logprobs import BF16, ROWS, TOP, Recording, compare, differences
+    from vllm_quads.bench.logprobs import BF16, ROWS, TOP, Recording, compare, differences, nudged_name
 
     gen = torch.Generator().manual_seed(0)
     rows = torch.log_softmax(torch.randn(40, TOP + 1, generator=gen) * 2, dim=1)
@@ -578,6 +590,49 @@ def test_log_prob_differences_against_the_full_divergence(tmp_path: Path) -> Non
     result = compare(back, {BF16: rows, ROWS: other}, {"card": "H200"}, "m")
     assert result.get(f"{BF16}, here against there").values[3] < 1e-6  # type: ignore[union-attr]
     assert result.get(f"{ROWS}, here against there").values[0] == pytest.approx(kl)  # type: ignore[union-attr]
+    moved = compare(back, {BF16: rows, ROWS: rows}, {"card": "H200"}, "m", {BF16: rows, ROWS: other}, 0.25)
+    assert moved.get(nudged_name(BF16)).values[3] == 0  # type: ignore[union-attr]
+    assert moved.get(nudged_name(ROWS)).values[0] == pytest.approx(kl)  # type: ignore[union-attr]
+    assert moved.settings["nudge"].startswith("0.25 of")
     (tmp_path / "bad").write_bytes(b"nothing")
     with pytest.raises(QuadsError, match="--record"):
         Recording.load(tmp_path / "bad")
+
+
+def test_a_nudge_is_one_bf16_value_up_or_down() -> None:
+    """The given share of elements moves to a neighbouring value, both ways; zeros and the largest values stay."""
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    x[0], x[1] = 0, torch.finfo(torch.bfloat16).max
+    moved = nudge(x, 0.25, torch.Generator().manual_seed(1))
+    steps = moved.view(torch.int16).int() - x.view(torch.int16).int()
+    assert set(steps.unique().tolist()) == {-1, 0, 1}
+    assert moved.isfinite().all()
+    assert not steps[0].any()
+    assert (steps[2:] == 1).float().mean() == pytest.approx(0.125, abs=0.01)
+    assert (steps[2:] == -1).float().mean() == pytest.approx(0.125, abs=0.01)
+    assert torch.equal(nudge(x, 0.0, torch.Generator()), x)
+
+
+def test_only_the_parts_of_decoder_layers_are_nudged_and_only_inside() -> None:
+    """Norms, attention and feed-forward blocks, first outputs; other modules and later calls are left alone."""
+
+    class Fused(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x, x
+
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.ModuleDict({"norm": Fused()})])})
+    model["head"] = torch.nn.Identity()
+    worker = SimpleNamespace(get_model=lambda: model)
+    engine = SimpleNamespace(collective_rpc=lambda f: [f(worker)])
+    x = torch.ones(4, 4, dtype=torch.bfloat16)
+    norm = model["layers"][0]["norm"]  # type: ignore[index]
+    with nudged(engine, 1.0) as count:
+        first, second = norm(x)
+        assert count == 1
+        assert (first != 1).all()
+        assert (second == 1).all()
+        assert (model["head"](x) == 1).all()
+    assert (norm(x)[0] == 1).all()
+    model["layers"] = torch.nn.Identity()
+    with pytest.raises(QuadsError, match="layers.N"), nudged(engine, 1.0):
+        pass

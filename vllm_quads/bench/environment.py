@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib.util
 import os
 import platform
@@ -62,7 +63,7 @@ def _unbuildable() -> list[str]:
 
 
 def describe() -> dict[str, str]:
-    """Date (UTC), card, driver, versions, commit (in a checkout) and command line."""
+    """Date (UTC), card, driver, versions, digests of the sources, commit (of an unchanged checkout), command line."""
     found = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
     if torch.cuda.is_available():
         found["card"] = torch.cuda.get_device_name()
@@ -78,12 +79,22 @@ def describe() -> dict[str, str]:
     commit = _commit()
     if commit:
         found["commit"] = commit
+    found["source"] = source_digest()
     found["kernels"] = kernel_digest()
     settings = sorted(k for k in os.environ if k.startswith(("VLLM_", "QUADS_")) and not k.endswith(_PRIVATE))
     if settings:
         found["variables"] = " ".join(f"{k}={os.environ[k]}" for k in settings)
     found["command"] = command_line()
     return found
+
+
+def source_digest() -> str:
+    """Digest of the package's Python files: names what was measured also where no commit does."""
+    package = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 def kernel_digest() -> str:
@@ -125,14 +136,18 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Abbreviated commit of the checkout this package is imported from, `+changes` where its tracked files differ."""
+    """Abbreviated commit of the checkout this package is imported from; `unknown` where its tracked files differ.
+
+    They differ by more than an edit where files were copied over an older checkout, so the commit is not named at all.
+    """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists() or not (root / "pyproject.toml").exists():
         return None
     commit = _first_line(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
     if not commit:
         return None
-    return commit + ("+changes" if _first_line(["git", "-C", str(root), "status", "--porcelain", "-uno"]) else "")
+    changed = _first_line(["git", "-C", str(root), "status", "--porcelain", "-uno"])
+    return "unknown: files differ from the checkout's commit" if changed else commit
 
 
 def _first_line(command: list[str]) -> str:

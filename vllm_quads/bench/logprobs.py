@@ -2,11 +2,13 @@
 """`quads bench logprobs`: do two machines (a CPU and a GPU, say) give the same tokens the same log-probs?
 
 One machine records: it samples answers, decodes them in every arm and keeps each token's log-prob and the likeliest
-tokens. The other decodes the same tokens and compares. What BF16 itself shows between the two is the yardstick.
+tokens. The other decodes the same tokens and compares. What BF16 itself shows between the two is the yardstick, and
+what each arm makes of rounding differences that are nobody's fault (`nudge`) tells how much more an arm may show.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_quads.bench import environment
+from vllm_quads.bench.nudge import nudged
 from vllm_quads.bench.result import Result, Series
 from vllm_quads.compensation import CompensationState
 from vllm_quads.nvfp4 import Contract, QuadsError
@@ -127,17 +130,32 @@ def package_prompts(model: Path, count: int) -> list[list[int]]:
     return [list(tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False)) for m in messages]
 
 
-def run_logprobs(model: Path, recording: Recording, progress: Progress = lambda *_: None) -> Result:
-    """Decode the recorded tokens on this machine and compare. Raises QuadsError for an arm that is not known here."""
+def run_logprobs(model: Path, recording: Recording, progress: Progress = lambda *_: None, nudge: float = 0.0) -> Result:
+    """Decode the recorded tokens on this machine and compare. Raises QuadsError for an arm that is not known here.
+
+    With `nudge` every arm also decodes them while that share of the activations moves by one BF16 value (`nudge.py`),
+    and is compared with itself.
+    """
     unknown = [arm for arm in recording.chosen if arm not in ARMS]
     if unknown:
         raise QuadsError(f"the recording has the arms {', '.join(unknown)}, which this version does not know")
-    found = _Arms(model, progress).decode(recording.prompts, recording.tokens, list(recording.chosen))
-    return compare(recording, found, environment.describe(), model.name)
+    if not 0.0 <= nudge <= 1.0:
+        raise QuadsError(f"--nudge: is {nudge}, expected a share from 0 to 1")
+    arms = _Arms(model, progress, nudged=nudge > 0)
+    found = arms.decode(recording.prompts, recording.tokens, list(recording.chosen))
+    moved = arms.decode(recording.prompts, recording.tokens, list(recording.chosen), nudge) if nudge else {}
+    return compare(recording, found, environment.describe(), model.name, moved, nudge)
 
 
-def compare(recording: Recording, found: dict[str, Tensor], described: dict[str, str], name: str) -> Result:
-    """The result from full log-prob distributions [N, V] by arm."""
+def compare(
+    recording: Recording,
+    found: dict[str, Tensor],
+    described: dict[str, str],
+    name: str,
+    moved: dict[str, Tensor] | None = None,
+    nudge: float = 0.0,
+) -> Result:
+    """The result from full log-prob distributions [N, V] by arm; `moved` are those under a `nudge`."""
     flat = torch.tensor([t for row in recording.tokens for t in row])[:, None]
     series = []
     for arm, rows in found.items():
@@ -145,12 +163,16 @@ def compare(recording: Recording, found: dict[str, Tensor], described: dict[str,
             recording.chosen[arm], recording.top_ids[arm], recording.top[arm], rows.gather(1, flat)[:, 0], rows
         )
         series.append(_series(f"{arm}, here against there", "peer" if arm == BF16 else "quads", values))
+
+    def both_here(base: Tensor, other: Tensor) -> tuple[float, ...]:
+        top = base.topk(TOP, dim=1)
+        return differences(base.gather(1, flat)[:, 0], top.indices, top.values, other.gather(1, flat)[:, 0], other)
+
+    for arm, rows in (moved or {}).items():
+        series.append(_series(nudged_name(arm), "check", both_here(found[arm], rows)))
     for arm in found:  # for scale: what quantization itself changes, on this machine
         if arm != BF16 and BF16 in found:
-            base, top = found[BF16], found[BF16].topk(TOP, dim=1)
-            here = found[arm]
-            values = differences(base.gather(1, flat)[:, 0], top.indices, top.values, here.gather(1, flat)[:, 0], here)
-            series.append(_series(f"{arm} against BF16, both here", "check", values))
+            series.append(_series(f"{arm} against BF16, both here", "check", both_here(found[BF16], found[arm])))
     settings: dict[str, Any] = {
         "name": name,
         "columns": list(COLUMNS),
@@ -158,7 +180,16 @@ def compare(recording: Recording, found: dict[str, Tensor], described: dict[str,
         "recorded_on": recording.environment,
         "kl": f"of the recorded distribution from this one, nats, over its {TOP} likeliest tokens and the rest as one",
     }
+    if moved:
+        settings["nudge"] = (
+            f"{nudge:g} of the outputs of norms, attention and feed-forward blocks moved by one BF16 value"
+        )
     return Result("logprobs", f"Log-probs of {name} on two machines", "column", tuple(series), described, settings)
+
+
+def nudged_name(arm: str) -> str:
+    """The series of an arm whose activations were nudged."""
+    return f"{arm} nudged against not, both here"
 
 
 def differences(
@@ -183,9 +214,9 @@ def _series(name: str, role: str, values: tuple[float, ...]) -> Series:
 class _Arms:
     """Both engines of `vllm_quads.gap`, and every arm on the same tokens."""
 
-    def __init__(self, model: Path, progress: Progress) -> None:
+    def __init__(self, model: Path, progress: Progress, *, nudged: bool = False) -> None:
         self._model, self._progress = model, progress
-        self._done, self._total = 0, len(ARMS) + 2
+        self._done, self._total = 0, len(ARMS) * (1 + nudged) + 2
         self._bench: Any = None
 
     def sample(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
@@ -197,7 +228,11 @@ class _Arms:
         return sample(llm, prompts, max_tokens=max_tokens, seed=0).token_ids
 
     def decode(
-        self, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], arms: Sequence[str] | dict[str, Any]
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: Sequence[Sequence[int]],
+        arms: Sequence[str] | dict[str, Any],
+        nudge: float = 0.0,
     ) -> dict[str, Tensor]:
         """Log-prob distributions float32 [N, V] of the given tokens, by arm."""
         from vllm_quads.gap.capture import force_decode
@@ -205,10 +240,11 @@ class _Arms:
         engines = self._engines()
         found = {}
         for arm in arms:
-            self._step(arm)
+            self._step(f"{arm}, nudged" if nudge else arm)
             contract = ARMS[arm]
             llm = engines.bf16() if contract is None else engines.configured(contract, CompensationState())
-            distributions = force_decode(llm, prompts, tokens).distributions
+            with nudged(llm, nudge) if nudge else contextlib.nullcontext():
+                distributions = force_decode(llm, prompts, tokens).distributions
             assert distributions is not None
             found[arm] = torch.cat(distributions)
         self._progress(self._total, self._total, "")

@@ -116,7 +116,7 @@ def _table(x: str, xs: Sequence[int], rows: Sequence[tuple[str, Mapping[int, flo
 def _footer(result: Result) -> str:
     e = result.environment
     facts = [f"{name}: {value:.3g}" for name, value in result.facts.items()]
-    named = [f"{n} {e[n]}" for n in ("driver", "vllm-quads", "torch", "triton", "vllm", "commit") if n in e]
+    named = [f"{n} {e[n]}" for n in ("driver", "vllm-quads", "torch", "triton", "vllm", "source", "commit") if n in e]
     where = [e.get("date", ""), e.get("card", ""), *named]
     return ", ".join(where) + (f"; {'; '.join(facts)}" if facts else "")
 

@@ -204,12 +204,19 @@ def logprobs(
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of the package to record.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer to record.")] = 32,
+    nudge: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="With --against: also move this share of the activations by one BF16 value, at random."
+        ),
+    ] = 0.0,
     out: Out = _OUT,
     as_json: Json = False,
 ) -> None:
     """Log-probs on two machines, such as a CPU and a GPU: BF16, W4A4 and W4A4 with the residual, on the same tokens.
 
-    First with --record on one machine, then with --against on the other. What BF16 shows is the drift of the engine.
+    First with --record on one machine, then with --against on the other. What BF16 shows is the drift of the engine;
+    --nudge shows what each arm makes of rounding differences, on one machine.
     """
     with reporting(as_json):
         if (record is None) == (against is None):
@@ -223,7 +230,7 @@ def logprobs(
                 found = bench.record(model, bench.package_prompts(model, prompts), max_tokens, update)
                 found.save(record)
             elif against is not None:
-                results = [bench.run_logprobs(model, bench.Recording.load(against), update)]
+                results = [bench.run_logprobs(model, bench.Recording.load(against), update, nudge)]
                 _save(results, out)
         if record is None:
             _report(results, out, as_json)
