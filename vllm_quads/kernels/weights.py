@@ -173,6 +173,10 @@ def dequantize_stack(
     codes, matrices, (n, half_k) = _stack(packed.codes)
     target = _Outputs.of(packed, out)
     geometry = _geometry((n, 2 * half_k), *target.strides)
+    without_gaps = _without_gaps(geometry, (codes, target.scales, target.values))
+    if without_gaps and out.dtype != torch.float32 and codes.storage_offset() % 4 == 0:
+        _dequantize(codes, target, packed.decode_scale.contiguous(), matrices, geometry.blocks * 2, out.dtype)
+        return out
     _launch(
         triton.dequantize_kernel,
         geometry,
@@ -344,6 +348,31 @@ def _quantize(triton: ModuleType, weight: _Operand, amax: Tensor, out: _Outputs,
         FLAT=geometry.flat,
         GUARDED=guard is not None,
     )
+
+
+def _without_gaps(geometry: _Geometry, tensors: Sequence[Tensor | None]) -> bool:
+    """True if the matrices follow each other without gaps as well."""
+    return geometry.flat and all(t is not None and t.is_contiguous() for t in tensors)
+
+
+def _dequantize(
+    codes: Tensor, target: _Outputs, decode_scale: Tensor, matrices: int, words: int, dtype: torch.dtype
+) -> None:
+    """words: of eight codes, in a matrix."""
+    from vllm_quads.kernels.dequantize_triton import dequantize_stack_kernel
+
+    assert target.scales is not None
+    threads = 32 * _WARPS
+    tiles = -(-words // (4 * threads))
+    programs = max(1, min(tiles, -(-_programs(codes.device) // matrices)))
+    with _on(codes.device):
+        dequantize_stack_kernel[(programs, matrices)](
+            *(codes.view(torch.int32), target.scales, decode_scale, target.values, words),
+            DTYPE=DTYPES[dtype],
+            T=threads,
+            num_warps=_WARPS,
+            enable_fp_fusion=False,
+        )
 
 
 def _launch(kernel: Any, geometry: _Geometry, matrices: int, *args: Any, **options: Any) -> None:
