@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dequantization at the speed of memory: whole stacks without gaps to BF16 or FP16, bit-identical to the reference.
 
-The eight magnitudes of a block are worked out once, by the reference's formula, and looked up by byte permutation: about
-seven instructions a weight less than decoding each code. A thread has four words of eight codes in flight and stores 16
-bytes at once, neighbours next to each other; threads exchange nothing. Other dtypes and views are
-`weights_triton.dequantize_kernel`'s.
+The eight magnitudes of a block are worked out by the reference's formula and looked up by byte permutation, instead of
+decoding each code. A thread has four words of eight codes in flight and stores 16 bytes at once, neighbours next to
+each other; threads exchange nothing. Other dtypes and views are `weights_triton.dequantize_kernel`'s.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from vllm_quads.kernels.weights_triton import _e4m3_value, _word
 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
-# $4: eight codes; $5 to $8: the magnitudes of codes 0 to 7 in 16 bits. The low bytes of four weights are permuted out of
-# those of all magnitudes, the high bytes likewise, both are interleaved, and the signs put in.
+# $4: eight codes; $5 to $8: the magnitudes of codes 0 to 7 in 16 bits. The low bytes of four weights are permuted out
+# of those of all magnitudes, the high bytes likewise, both are interleaved, and the signs put in.
 _LOOK_UP = tl.constexpr(
     """
     {
