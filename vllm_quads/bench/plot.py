@@ -21,7 +21,7 @@ def plot(result: Result, path: Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    special = {"moe": _moe, "quantize": _quantize, "serve": _serve, "logprobs": _bars}
+    special = {"moe": _moe, "quantize": _quantize, "serve": _serve, "logprobs": _bars, "training": _training}
     figure = special.get(result.bench, _lines)(result, plt)
     e = result.environment
     versions = ", ".join(f"{n} {e[n]}" for n in ("vllm-quads", "torch", "vllm") if n in e)
@@ -120,6 +120,25 @@ def _bars(result: Result, plt: Any) -> Any:
     axis.invert_yaxis()
     axis.set_xlabel(str((result.settings.get("columns") or [""])[0]))
     _tidy(axis)
+    return figure
+
+
+def _training(result: Result, plt: Any) -> Any:
+    """Bars of the first column: a step's time over the baseline's, and peak memory above it."""
+    arms = [s for s in result.series if s.role in ("quads", "peer")]
+    panels = {"step time / BF16": "step time / BF16 step", "peak above BF16 / BF16 bytes": "extra peak / BF16 bytes"}
+    figure, axes = plt.subplots(1, 2, figsize=(11, 1.5 + 0.4 * len(arms)), sharey=True, layout="constrained")
+    for axis, (key, label) in zip(axes, panels.items(), strict=True):
+        checks = [result.get(f"{s.name}: {key}") for s in arms]
+        values = [next(iter(c.values.values())) if c is not None else float("nan") for c in checks]
+        colors = [_OURS[0] if s.role == "quads" else _PEERS[0] for s in arms]
+        bars = axis.barh([s.name for s in arms], values, color=colors)
+        axis.bar_label(bars, fmt="%.3f", padding=3, fontsize=8)
+        axis.margins(x=0.15)
+        axis.set_xlabel(label)
+    axes[0].invert_yaxis()
+    axes[0].axvline(1.0, color="#dc2626", linewidth=0.8)
+    _tidy(*axes)
     return figure
 
 
