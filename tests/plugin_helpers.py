@@ -72,7 +72,7 @@ def named(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 def quads_layers(llm: Any) -> dict[str, Any]:
     """Runtimes of the quantized layers of an in-process engine, by site prefix."""
-    from vllm_quads.plugin.refit import config_of
+    from vllm_quads.plugin.policy import config_of
 
     return llm.apply_model(lambda model: dict(config_of(model).runtimes))[0]
 

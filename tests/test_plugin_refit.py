@@ -23,9 +23,13 @@ from vllm_quads.compensation import CompensationState
 from vllm_quads.nvfp4 import Contract, ContractError, QuadsError, QuantizedSet, RefitError
 from vllm_quads.plugin import compat
 from vllm_quads.plugin import refit as refit_module
+from vllm_quads.plugin.arrivals import Arrivals
 from vllm_quads.plugin.digests import DigestTable
+from vllm_quads.plugin.flags import Flags
+from vllm_quads.plugin.installing import Installer
 from vllm_quads.plugin.loading import PackedLoader
-from vllm_quads.plugin.refit import config_of, session_of
+from vllm_quads.plugin.policy import config_of
+from vllm_quads.plugin.refit import session_of
 from vllm_quads.plugin.runtime import LayerRuntime
 from vllm_quads.plugin.undo import UndoLog
 from vllm_quads.plugin.units import Unit
@@ -381,10 +385,10 @@ def _everything(llm: Any) -> dict[str, Tensor]:
 
 
 STEPS = (
-    (refit_module.Arrivals, "accept"), (refit_module.Flags, "check"), (UndoLog, "save"), (Unit, "write_packed"),
+    (Arrivals, "accept"), (Flags, "check"), (UndoLog, "save"), (Unit, "write_packed"),
     (Unit, "write_input_scales"), (DigestTable, "write"), (DigestTable, "read"), (PackedLoader, "replaced"),
     (LayerRuntime, "settle_for_graphs"), (compat, "absorb_latent_attention"), (refit_module, "refresh_compensation"),
-    (compat, "gather"), (refit_module.RefitSession, "_load_plain"), (refit_module.RefitSession, "_compare"),
+    (compat, "gather"), (Installer, "_load_plain"), (refit_module, "compare_digests"),
 )  # fmt: skip
 """What a refit calls between its manifest and the switch."""
 
@@ -394,11 +398,8 @@ def _fails_in(
 ) -> None:
     """Run an attempt in which this function raises once, as late as it is sure to be called."""
     original, calls = getattr(owner, name), []
-    last = (
-        1
-        if name in ("read", "absorb_latent_attention", "refresh_compensation", "gather", "_compare", "_load_plain")
-        else 2
-    )
+    once = ("read", "absorb_latent_attention", "refresh_compensation", "gather", "compare_digests", "_load_plain")
+    last = 1 if name in once else 2
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         calls.append(name)
@@ -407,7 +408,7 @@ def _fails_in(
         return original(*args, **kwargs)
 
     with patch.context() as patched:
-        patched.setattr(owner, name, staticmethod(failing) if name == "_compare" else failing)
+        patched.setattr(owner, name, failing)
         with pytest.raises((RefitError, KeyboardInterrupt)):
             attempt()
     assert len(calls) >= last
@@ -447,7 +448,7 @@ def test_a_failure_in_any_step(
         assert [n for n in before if not torch.equal(before[n], after[n])] == [], name
         assert engine.status().state is EngineState.SERVING
     assert engine.fingerprint() == expected[tiny_qwen3_moe][1]
-    _fails_in(refit_module.RefitSession, "_compare", error, monkeypatch, lambda: attempt(Rollback.NONE))
+    _fails_in(refit_module, "compare_digests", error, monkeypatch, lambda: attempt(Rollback.NONE))
     assert engine.status().state is EngineState.REFUSING
     after = _everything(serving)
     kept = [n for n in before if "input" in n or "center" in n or "blocks" in n or n == "sensitivities"]

@@ -27,7 +27,7 @@ from vllm_quads.nvfp4 import (
     WeightGlobalScale,
     first_difference,
 )
-from vllm_quads.refit import Manifest, RefitReport, Rollback, RolloutEngine, TensorSpec, as_engine
+from vllm_quads.refit import Lasting, Manifest, RefitReport, Rollback, RolloutEngine, TensorSpec, as_engine
 
 
 class RolloutSync:
@@ -165,7 +165,7 @@ class RolloutSync:
         try:
             engine.begin(manifest)
             began = True
-            engine.load(watched())
+            engine.load(Lasting(watched()))
             report = engine.commit(stream.digests())
         except BaseException as e:
             if began or not isinstance(e, QuadsError):  # a push that was refused has ended; what is open is another's

@@ -20,7 +20,7 @@ class DigestTable:
     """Where the digest of every matrix of some units goes, and how they add up to those of the units."""
 
     def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._units = list(units)
         self._slots: dict[str, list[slice]] = {}
         weights, index, end = [], [], 0
@@ -50,7 +50,7 @@ class DigestTable:
 
     def read(self, digests: Tensor) -> dict[str, int]:
         """This rank's part of every unit's digest, 0 .. 2^64; waits for the device once."""
-        totals = torch.zeros(len(self._units), dtype=torch.int64, device=self._device)
+        totals = torch.zeros(len(self._units), dtype=torch.int64, device=self.device)
         totals.index_add_(0, self._index, digests * self._weights)
         return {u.name: v % MODULO for u, v in zip(self._units, totals.tolist(), strict=True)}
 

@@ -57,7 +57,7 @@ class VllmEngine:
 
     def fingerprint(self) -> str:
         """Fingerprint of the quantized weights that are serving, computed now from their bytes."""
-        from vllm_quads.plugin.refit import model_fingerprint
+        from vllm_quads.plugin.policy import model_fingerprint
 
         return self._read(model_fingerprint)
 
@@ -81,7 +81,8 @@ class VllmEngine:
         self._written = False
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Install tensors, layer by layer. Raises RefitError, and then the refit is over (see `refit.RefitSession`)."""
+        """Install tensors, layer by layer; where they lie, if they are `refit.Lasting`. Raises RefitError, and then the
+        refit is over (see `refit.RefitSession`)."""
         if not self._written:
             self._end_for_requests()
         self._session(lambda session: session.receive(tensors))
@@ -170,7 +171,7 @@ class VllmEngine:
         sensitivities: site name -> mean squared gradient of the log-prob with respect to the site's output; without
         them, those of the last time, or else a uniform ratio. Raises QuadsError if no statistics were gathered.
         """
-        from vllm_quads.plugin.refit import refresh_compensation
+        from vllm_quads.plugin.policy import refresh_compensation
 
         if not self._read(lambda config: refresh_compensation(config, sensitivities)):
             raise QuadsError(
@@ -197,7 +198,7 @@ class VllmEngine:
         return self._run(lambda model: fn(session_of(model)))
 
     def _read(self, fn: Callable[[QuadsConfig], _T]) -> _T:
-        from vllm_quads.plugin.refit import config_of
+        from vllm_quads.plugin.policy import config_of
 
         return self._run(lambda model: fn(config_of(model)))
 

@@ -117,6 +117,10 @@ class PackedLoader:
         self.on_complete: Callable[[], None] | None = None
         """Called when every matrix has been loaded anew since the last call."""
         self._renewed: set[str] = set()
+        self._arriving = False
+        """False if no matrix has arrived only in part; True if one might have."""
+        self._whole = False
+        """True if every matrix is complete; False if one might not be."""
         self.awaits_placeholders = False
         """True if vLLM's layerwise reload waits for every element, also of parameters that no checkpoint has."""
         self.kept_elsewhere: Callable[[str], tuple[Tensor, Tensor]] | None = None
@@ -155,6 +159,7 @@ class PackedLoader:
             self._announce(matrix, role, quantize)
             return
         self._counting = False
+        self._arriving = True
         status = self._status[matrix.name]
         self.version += 1
         self._names[_FIELD[role]] = role
@@ -213,6 +218,7 @@ class PackedLoader:
         """Let vLLM's element counter see a copy of as many elements as this tensor will fill."""
         if not self._counting:  # a new reload begins: what was complete before does not count for it
             self._counting = True
+            self._whole = False
             for status in self._status.values():
                 status.complete = False
         rows, channels = matrix.local_n[1], matrix.local_k[1]
@@ -321,19 +327,20 @@ class PackedLoader:
 
     def check_settled(self) -> None:
         """Raise RefitError if a matrix has arrived only in part, naming the tensor that is missing."""
-        for matrix in self.matrices:
-            status = self._status[matrix.name]
-            if status.fields or status.pending is not None:
-                raise RefitError(
-                    f"{self._first_missing(matrix)}: was not sent, but the rest of its weight was; the layer holds a "
-                    f"mixture of old and new weights. Send the missing tensor, or push with trainer_qat.RolloutSync"
-                )
+        matrix = self._partial()
+        if matrix is not None:
+            raise RefitError(
+                f"{self._first_missing(matrix)}: was not sent, but the rest of its weight was; the layer holds a "
+                f"mixture of old and new weights. Send the missing tensor, or push with trainer_qat.RolloutSync"
+            )
 
     def forget_partial(self) -> None:
         """Drop what has arrived in part (after a rollback)."""
-        for status in self._status.values():
-            status.fields.clear()
-            status.pending = None
+        if self._arriving:
+            for status in self._status.values():
+                status.fields.clear()
+                status.pending = None
+            self._arriving = False
         self._renewed.clear()  # or the next load would count as complete too early
         self.version += 1
 
@@ -389,16 +396,25 @@ class PackedLoader:
 
     def replaced(self) -> None:
         """Every matrix has been written from outside of the loader."""
-        for status in self._status.values():
-            status.fields.clear()
-            status.pending = None
-            status.complete = status.ever_loaded = True
-        self._renewed.clear()
-        self.version += 1
+        if not self._whole:
+            for status in self._status.values():
+                status.complete = status.ever_loaded = True
+            self._whole = True
+        self.forget_partial()
 
     def is_partial(self) -> bool:
         """True if a matrix has arrived only in part, so that the layer cannot serve."""
-        return any(s.fields or s.pending is not None for s in self._status.values())
+        return self._partial() is not None
+
+    def _partial(self) -> Matrix | None:
+        """The first matrix that has arrived only in part."""
+        if self._arriving:
+            for matrix in self.matrices:
+                status = self._status[matrix.name]
+                if status.fields or status.pending is not None:
+                    return matrix
+            self._arriving = False
+        return None
 
     def packed(self, matrix: Matrix) -> PackedTensor:
         """The local shard of a matrix as it is in the parameters (views)."""

@@ -33,7 +33,8 @@ from vllm.logger import init_logger
 from vllm_quads.nvfp4 import QuadsError, RefitError
 from vllm_quads.plugin import compat
 from vllm_quads.plugin.metrics import RefitMetrics, bridge_file
-from vllm_quads.plugin.refit import config_of, model_fingerprint, session_of
+from vllm_quads.plugin.policy import config_of, model_fingerprint
+from vllm_quads.plugin.refit import session_of
 from vllm_quads.plugin.transfer_checkpoint import checkpoint_manifest, checkpoint_state, checkpoint_tensors
 from vllm_quads.plugin.transfer_receive import Receivers
 from vllm_quads.refit import Manifest

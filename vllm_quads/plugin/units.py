@@ -157,6 +157,8 @@ class Unit:
     def write_input_scales(self, fields: Sequence[dict[str, Tensor]], arrived: Sequence[set[str]]) -> None:
         """Static activation scales (decode direction), of those matrices for which one was sent."""
         for section, values, present in zip(self.sections, fields, arrived, strict=True):
+            if not present:
+                continue
             for i, matrix in enumerate(section.matrices):
                 if matrix.name in present:
                     self.runtime.loader.set_input_scale(matrix, values["input"].flatten()[i])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from vllm_quads.refit.client import HttpEngine, adapt_url
 from vllm_quads.refit.manifest import Manifest, Rollback, TensorSpec
-from vllm_quads.refit.protocol import RolloutEngine, as_engine, register_adapter
+from vllm_quads.refit.protocol import Lasting, RolloutEngine, as_engine, register_adapter
 from vllm_quads.refit.remote import InFlight
 from vllm_quads.refit.report import EngineState, RefitCounters, RefitReport, RefitStatus
 
@@ -15,6 +15,7 @@ __all__ = [
     "EngineState",
     "HttpEngine",
     "InFlight",
+    "Lasting",
     "Manifest",
     "RefitCounters",
     "RefitReport",

@@ -12,7 +12,7 @@ on, or the engine refuses to serve: `Manifest.rollback` says which.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -21,6 +21,19 @@ from vllm_quads.nvfp4.contract import Contract, QuantizedSet
 from vllm_quads.nvfp4.errors import RefitError
 from vllm_quads.refit.manifest import Manifest
 from vllm_quads.refit.report import RefitReport
+
+
+class Lasting:
+    """Tensors that stay as they are until the refit has ended: an engine in the same process reads them where they lie.
+
+    What else is passed to `load` may be overwritten as soon as the next tensor is asked for, or `load` returns.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._tensors)
 
 
 @runtime_checkable

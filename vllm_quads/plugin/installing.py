@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of a refit into the model, unit by unit as they become complete. On a GPU it only enqueues work.
+
+Expect hundreds of units in tens of milliseconds: nothing here may wait for the device, and what can be known in advance
+has been worked out before (`inventory.Plan`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_quads.plugin.arrivals import Arrivals
+from vllm_quads.plugin.config import QuadsConfig
+from vllm_quads.plugin.digests import DigestTable
+from vllm_quads.plugin.inventory import Inventory, TensorName
+from vllm_quads.plugin.open_refit import OpenRefit
+from vllm_quads.plugin.refit_checks import check_promised
+from vllm_quads.refit import Lasting
+
+_FLUSH_BYTES = 256 * 1024**2
+"""Copies of weights that are not quantized are handed to vLLM's loaders whenever this much has arrived."""
+
+
+class Installer:
+    """Writes what arrives. Methods raise RefitError for what the manifest does not promise or what is damaged."""
+
+    def __init__(self, model: Callable[[], Any], config: QuadsConfig, inventory: Inventory, table: DigestTable) -> None:
+        self._model = model
+        self._config = config
+        self._inventory = inventory
+        self._table = table
+        self._device = table.device
+
+    def receive(self, refit: OpenRefit, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take whole tensors, and install every unit that they complete."""
+        lasting = isinstance(tensors, Lasting)
+        specs, slots = refit.manifest.tensors, refit.plan.slots
+        plain: list[tuple[str, Tensor]] = []
+        copied = 0
+        for name, tensor in _timed(refit, tensors):
+            check_promised(specs.get(name), refit.outstanding, name, tensor)
+            refit.outstanding.discard(name)
+            refit.bytes += tensor.nbytes
+            refit.last = name
+            slot = slots.get(name)
+            if slot is not None:
+                arrivals = refit.arrivals[slot.unit.name]
+                arrivals.accept(slot, tensor.detach())
+                if arrivals.waiting == 0:
+                    self._install(refit, refit.arrivals.pop(slot.unit.name))
+                elif not lasting:
+                    arrivals.own()
+            elif name in refit.plan.plain:
+                tensor = tensor.detach()
+                if not lasting or tensor.device != self._device:
+                    with refit.timer.phase("transfer"):
+                        tensor = tensor.to(self._device, copy=True)
+                    copied += tensor.nbytes
+                plain.append((name, tensor))
+                if copied >= _FLUSH_BYTES:
+                    self._load_plain(refit, plain)
+                    plain, copied = [], 0
+        self._load_plain(refit, plain)
+
+    # -- quantized -------------------------------------------------------------------------------------------------
+
+    def _install(self, refit: OpenRefit, arrivals: Arrivals) -> None:
+        """Write one unit, whose tensors have all arrived."""
+        unit, loader, timer = arrivals.unit, arrivals.unit.runtime.loader, refit.timer
+        amax = None
+        with timer.phase("validate"):
+            if arrivals.is_float:
+                amax = unit.shared_amax(arrivals.fields)
+                refit.flags.add("amax", amax, f"{unit.name}: holds NaN or Inf; the trainer has diverged")
+                frozen = loader.frozen_amax(unit.matrices)
+                amax = amax if frozen is None else frozen.to(amax.device).reshape(amax.shape)
+            else:
+                unit.watch(arrivals.fields, refit.flags)
+        self._before_writing(refit)
+        if unit.key not in refit.loaders:
+            refit.loaders[unit.key] = loader.remember()
+        if refit.undo is not None:
+            with timer.phase("undo"):
+                for i, storage in enumerate(unit.storages()):
+                    refit.undo.save(f"{unit.name}.{i}", storage)
+        if amax is None:
+            refit.kinds.add("packed")
+            with timer.phase("install"):
+                shards = unit.write_packed(arrivals.fields)
+        else:
+            refit.kinds.add("bf16")
+            with timer.phase("quantize"):
+                shards = unit.write_quantized(arrivals.fields, amax)
+        unit.write_input_scales(arrivals.fields, arrivals.input_scales)
+        with timer.phase("verify"):
+            self._table.write(unit, refit.digests, shards)
+        refit.units_left[unit.key] -= 1
+        if refit.units_left[unit.key] == 0:
+            loader.replaced()
+            with timer.phase("derive"):
+                unit.runtime.settle_for_graphs()
+
+    # -- not quantized ---------------------------------------------------------------------------------------------
+
+    def _load_plain(self, refit: OpenRefit, tensors: list[tuple[str, Tensor]]) -> None:
+        """Let vLLM's own loaders write what is not quantized."""
+        model = self._model()
+        if not tensors or model is None:
+            return
+        with refit.timer.phase("validate"):
+            for name, amax in _amax_of(tensors):
+                refit.flags.add("amax", amax, f"{name}: holds NaN or Inf; the trainer has diverged")
+        self._before_writing(refit)
+        if refit.undo is not None:
+            with refit.timer.phase("undo"):
+                for name, _ in tensors:
+                    for key in refit.plan.plain[name]:
+                        parameter = self._inventory.owners[key]
+                        refit.undo.save(f"parameter {id(parameter)}", parameter.data)
+        with refit.timer.phase("install"), self._device:
+            names = (self._config.disk_name(str(TensorName.parse(name))) for name, _ in tensors)
+            model.load_weights(zip(names, (t for _, t in tensors), strict=True))
+
+    def _before_writing(self, refit: OpenRefit) -> None:
+        """What is damaged must not be the first thing that is written. On a CPU, looking costs nothing: always."""
+        if not refit.touched or self._device.type == "cpu":
+            refit.flags.check()
+        if not refit.touched:
+            refit.touched = True
+            self._config.refusal = (
+                f"a refit to policy version {refit.manifest.policy_version} is under way; commit or abort it first"
+            )
+
+
+def _timed(refit: OpenRefit, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors; the time that the sender takes counts as transfer."""
+    iterator = iter(tensors)
+    while True:
+        start = time.perf_counter()
+        item = next(iterator, None)
+        refit.timer.add("transfer", time.perf_counter() - start)
+        if item is None:
+            return
+        yield item
+
+
+def _amax_of(tensors: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """max |x| of each tensor, NaN or Inf if it holds one: a kernel or two for all of them."""
+    by_dtype: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+    for name, tensor in tensors:
+        if tensor.numel():
+            by_dtype.setdefault(tensor.dtype, []).append((name, tensor))
+    for entries in by_dtype.values():
+        norms = torch._foreach_norm([t for _, t in entries], torch.inf)
+        yield from zip((name for name, _ in entries), norms, strict=True)
+
+
+__all__ = ["Installer"]

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A refit under way on one rank: what was announced, what has arrived, what has been written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from vllm_quads.compensation import CompensationState
+from vllm_quads.plugin.arrivals import Arrivals
+from vllm_quads.plugin.flags import Flags
+from vllm_quads.plugin.inventory import Plan
+from vllm_quads.plugin.phases import PhaseTimer
+from vllm_quads.plugin.undo import UndoLog
+from vllm_quads.refit import Manifest
+
+
+@dataclass
+class OpenRefit:
+    """State of one refit; a session has at most one."""
+
+    manifest: Manifest
+    plan: Plan
+    timer: PhaseTimer
+    arrivals: dict[str, Arrivals]
+    """Unit name -> what has arrived of it; removed when it is installed."""
+    outstanding: set[str]
+    """Tensors that have not been sent."""
+    units_left: dict[str, int]
+    """Layer -> units that are not installed yet."""
+    before: dict[str, int]
+    """Digests of the units of this rank before the refit."""
+    partial: list[str]
+    """Layers that held half-loaded weights before the refit."""
+    serving_before: str | None
+    """Why the engine did not serve before the refit, or None."""
+    undo: UndoLog | None
+    digests: Tensor
+    """Of every matrix of this rank (`DigestTable`)."""
+    flags: Flags = field(default_factory=Flags)
+    loaders: dict[str, Any] = field(default_factory=dict)
+    """Layer -> what its loader remembers of the time before."""
+    compensation: CompensationState | None = None
+    touched: bool = False
+    """True once something was written."""
+    bytes: int = 0
+    last: str = "(nothing yet)"
+    """Tensor that was received last."""
+    kinds: set[str] = field(default_factory=set)
+    """Forms in which quantized weights came."""

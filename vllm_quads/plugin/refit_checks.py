@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a refit is compared with: the manifest with this engine before a byte moves, digests of both sides after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from vllm_quads.nvfp4 import MismatchError, RefitError, first_difference, unit_fingerprint
+from vllm_quads.plugin.config import QuadsConfig
+from vllm_quads.plugin.digests import MODULO
+from vllm_quads.plugin.inventory import Inventory, Plan
+from vllm_quads.refit import Manifest, TensorSpec
+
+
+def planned(manifest: Manifest, config: QuadsConfig, inventory: Inventory) -> Plan:
+    """Where each announced tensor goes.
+
+    Raises RefitError naming the first difference in contract, set, names, shapes, dtypes, version or sites.
+    """
+    difference = first_difference(manifest.contract, config.contract)
+    if difference is not None:
+        raise RefitError(f"trainer and rollout have different contracts: {difference} (trainer != rollout)")
+    if manifest.quantized.shapes != inventory.quantized:
+        assert config.quantized is not None
+        try:
+            manifest.quantized.require_equal(config.quantized)
+        except MismatchError as e:
+            raise RefitError(str(e)) from e
+    if manifest.policy_version <= config.policy_version:
+        raise RefitError(
+            f"policy version {manifest.policy_version} is not newer than {config.policy_version}, which serves; "
+            f"count on from the engine's version (leave policy_version out)"
+        )
+    plan = inventory.plan(manifest.tensors)
+    for slot in plan.slots.values():
+        if slot.field == "float":
+            slot.unit.runtime.loader.frozen_amax(slot.unit.matrices)
+    _check_sensitivities(manifest.compensation, config)
+    return plan
+
+
+def _check_sensitivities(sensitivities: Mapping[str, float], config: QuadsConfig) -> None:
+    for site, value in sensitivities.items():
+        if not 0 <= value < math.inf:
+            raise RefitError(f"sensitivities[{site!r}]: is {value}, expected a finite number of at least 0")
+    sites = {name for runtime in config.runtimes.values() for name in runtime.specs}
+    unknown = sorted(set(sensitivities) - sites)
+    if unknown:
+        raise RefitError(
+            f"sensitivities: {unknown[0]} is no quantized site of this engine (sites look like {min(sites)!r}); "
+            f"take them from the model that is pushed"
+        )
+
+
+def check_promised(spec: TensorSpec | None, outstanding: set[str], name: str, tensor: Tensor) -> None:
+    """Raise RefitError for a tensor that the manifest does not promise, or not like this, or not twice."""
+    if spec is None:
+        raise RefitError(f"{name}: is not in the manifest of this push")
+    if name not in outstanding:
+        raise RefitError(f"{name}: was already sent in this push")
+    if tensor.dtype != spec.dtype or tensor.shape != spec.shape:
+        raise RefitError(
+            f"{name}: is {tensor.dtype} {tuple(tensor.shape)}, the manifest promised {spec.dtype} {spec.shape}"
+        )
+
+
+def compare_digests(manifest: Manifest, own: Mapping[str, int], theirs: Mapping[str, int] | None) -> None:
+    """Raise RefitError naming the first unit that the trainer digested otherwise, or if the fingerprints differ."""
+    if theirs is not None:
+        for unit in sorted({*own, *theirs}):
+            if unit not in own or unit not in theirs or (own[unit] - theirs[unit]) % MODULO:
+                raise RefitError(
+                    f"{unit}: the rollout arrived at other bytes than the trainer (digest "
+                    f"{_hex(own.get(unit))} != {_hex(theirs.get(unit))}): they do not hold the same quantized "
+                    f"weights"
+                )
+    fingerprint = unit_fingerprint(own)
+    if manifest.fingerprint is not None and fingerprint != manifest.fingerprint:
+        raise RefitError(
+            f"the rollout arrived at fingerprint {fingerprint}, the trainer at {manifest.fingerprint}: they do "
+            f"not hold the same quantized weights"
+        )
+
+
+def _hex(digest: int | None) -> str:
+    return "none" if digest is None else f"{digest % MODULO:016x}"
+
+
+__all__ = ["check_promised", "compare_digests", "planned"]
