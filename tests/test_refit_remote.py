@@ -34,6 +34,7 @@ class Control:
 
     def __init__(self, ranks: int = 2) -> None:
         self.calls: list[str] = []
+        self.claim: str | None = None
         self.paused = False
         self.protocol = PROTOCOL
         self.fail: tuple[str, int] | None = None
@@ -52,7 +53,13 @@ class Control:
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         assert method == "weight_transfer_engine"
-        return [dict(s, protocol=self.protocol) for s in self.status]
+        question = args[0]
+        owner = next((s["owner"] for s in self.status if s["open"]), None)
+        if question == "claim" and self.claim is None and owner is None:
+            self.claim = args[1]
+        elif question == "release" and args[1] in (None, self.claim):
+            self.claim = None
+        return [dict(s, claimed_by=owner or self.claim, protocol=self.protocol) for s in self.status]
 
     def init(self, info: Mapping[str, Any]) -> None:
         self.calls.append("init")
@@ -62,7 +69,8 @@ class Control:
             raise RefitError("start_weight_update called while a weight update is already active")
         self.calls.append("start")
         for s in self.status:
-            s.update(open=True, failure=None, owner=None, committed=False)
+            s.update(open=True, failure=None, owner=self.claim, committed=False)
+        self.claim = None
 
     def update(self, info: Mapping[str, Any]) -> None:
         self.before_update(info)
@@ -215,12 +223,34 @@ def test_two_trainers_at_once() -> None:
     with pytest.MonkeyPatch.context() as patch:
         original = second._status
         patch.setattr(second, "_status", lambda: next(statuses, None) or original())
-        with pytest.raises(RefitError, match=r"already active; status\(\) tells what serves"):
+        with pytest.raises(RefitError, match=r"has just begun an update.*; status\(\) tells what serves"):
             second.begin(MANIFEST)
     assert control.calls == before
     first.load(TENSORS.items())
     assert first.commit().policy_version == 7
     assert not control.paused
+
+
+def test_vllm_is_never_asked_to_open_a_second_update() -> None:
+    """It would fail on every rank, after which vLLM's executor mixes up the answers of its workers. A trainer that died
+    between its claim and its update can be given up; one whose update did not open gives its claim back."""
+    control = Control()
+    control.claim = "a trainer that died"
+    engine = RemoteEngine(control, InlinePlane())
+    with pytest.raises(RefitError, match=r"another trainer has just begun.*recover\(\)"):
+        engine.begin(MANIFEST)
+    assert "start" not in control.calls
+    engine.recover()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control, "start", lambda: _raise(RefitError("no answer within 300 s")))
+        with pytest.raises(RefitError, match="no answer"):
+            engine.begin(MANIFEST)
+    assert control.claim is None
+    assert push(engine).policy_version == 7
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 @pytest.mark.parametrize("step", ["load", "commit", "abort"])

@@ -10,8 +10,9 @@ is open. So a failure is kept, later messages of that update are received and dr
 answers `collective_rpc("weight_transfer_engine", args=("status",))`, because this object is callable and vLLM resolves
 names of methods by attribute. `finish_weight_update` raises a failure that nobody has asked for, on the last rank.
 
-An update belongs to whoever sent its first message (`owner`); messages of others are ignored, and their senders see in
-the status that they do not own it.
+An update belongs to whoever has claimed it (`owner`; without a claim, whoever sends its first message); messages of
+others are ignored, and their senders see in the status that they do not own it. Claims come first because a second
+`start_weight_update` makes every worker raise, see above.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ from vllm_quads.refit import Manifest
 from vllm_quads.refit.remote import PROTOCOL, state_to_text
 
 logger = init_logger("vllm.quads")
+
+
+_CLAIM_SECONDS = 60.0
+"""How long a claim holds; the update opens with the trainer's next message."""
 
 
 @dataclass
@@ -75,6 +80,8 @@ class QuadsTransferEngine(WeightTransferEngine):
         self._plane_error: str | None = None
         self._gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
         self._open = False
+        self._claim: tuple[str, float] | None = None
+        """Who will open the next update, and since when."""
         self._owner: str | None = None
         self._since = 0.0
         self._failure: str | None = None
@@ -99,6 +106,8 @@ class QuadsTransferEngine(WeightTransferEngine):
         answer: dict[str, Any] = {"protocol": PROTOCOL, "rank": self._rank}
         questions: dict[str, Callable[..., dict[str, Any]]] = {
             "status": self._status,
+            "claim": self._claimed,
+            "release": self._release,
             "describe": self._describe,
             "fingerprint": self._fingerprint,
             "before_sleep": self._before_sleep,
@@ -126,6 +135,21 @@ class QuadsTransferEngine(WeightTransferEngine):
             "asleep": self._asleep,
             "gpu": self._gpu,
         }
+
+    def _claimed(self, session: str) -> dict[str, Any]:
+        """Who may open the next update: whoever asks first, for a while, if none is open."""
+        now = time.monotonic()
+        if self._open:
+            return {"claimed_by": self._owner}
+        if self._claim is None or now - self._claim[1] > _CLAIM_SECONDS:
+            self._claim = (session, now)
+        return {"claimed_by": self._claim[0]}
+
+    def _release(self, session: str | None) -> dict[str, Any]:
+        """Forget a claim; None: anyone's."""
+        if session is None or (self._claim is not None and self._claim[0] == session):
+            self._claim = None
+        return {}
 
     def _describe(self) -> dict[str, Any]:
         config = config_of(self.model)
@@ -169,7 +193,8 @@ class QuadsTransferEngine(WeightTransferEngine):
         """Open an update; the manifest comes with the first message."""
         self._end_session()  # of an update that vLLM has closed by itself
         self._open, self._since = True, time.monotonic()
-        self._owner, self._failure, self._read = None, None, True
+        self._owner = None if self._claim is None else self._claim[0]
+        self._claim, self._failure, self._read = None, None, True
         self._committed, self._version, self._state = False, None, None
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> QuadsUpdateInfo:
@@ -234,11 +259,16 @@ class QuadsTransferEngine(WeightTransferEngine):
         self._begin_session(Manifest.from_json(manifest))
 
     def _begin_session(self, manifest: Manifest) -> None:
-        replicas = self.parallel_config.data_parallel_size
+        replicas, stages = self.parallel_config.data_parallel_size, self.parallel_config.pipeline_parallel_size
         if replicas > 1:
             raise RefitError(
                 f"data_parallel_size={replicas}: replicas cannot be refitted as one yet; start one server per replica "
                 f"and push to each"
+            )
+        if stages > 1:
+            raise RefitError(
+                f"pipeline_parallel_size={stages}: a rank that has some of the layers cannot check a whole push yet; "
+                f"use tensor_parallel_size, with enable_expert_parallel for many experts"
             )
         if self._failure is None:
             self._session.begin(manifest)

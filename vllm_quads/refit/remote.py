@@ -5,6 +5,7 @@ Two things vary and are objects of their own: `Control` carries small messages t
 loop, HTTP), `DataPlane` carries tensors to its workers (CUDA IPC, NCCL, files, bytes). `RemoteEngine` is the protocol
 between them, the same for all:
 
+    claim                                           of two trainers one is let through
     start_weight_update                             vLLM opens the update
     update_weights {"op": "begin", manifest}        every worker validates, and knows its owner from now on
     pause (drain, freeze or abort)                  no request runs while weights change
@@ -43,7 +44,7 @@ from vllm_quads.nvfp4 import Contract, QuantizedSet, RefitError
 from vllm_quads.refit.manifest import Manifest
 from vllm_quads.refit.report import KEEP_SERVING, RefitReport, RefitStatus, says_what_serves
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the messages between `RemoteEngine` and the workers; both sides must have the same."""
 WORKER = "weight_transfer_engine"
 """Attribute of a vLLM worker that answers questions: `collective_rpc("weight_transfer_engine", args=("status",))`."""
@@ -255,11 +256,21 @@ class RemoteEngine:
         self._session, self._instance, self._started = uuid.uuid4().hex, str(status["instance"]), False
         with self._ending_on_failure():
             self._plane.connect(self._control, self._instance)
+            self._claim()
             self._control.start()
             self._started = True
             self._update(message)
             self._pause(refusing=status["state"] == "refusing")
         self._seconds = {"client_begin": time.perf_counter() - start, "client_send": 0.0}
+
+    def _claim(self) -> None:
+        """Be the one that opens the next update. Raises RefitError if another trainer is."""
+        claims = {answer["claimed_by"] for answer in self._ask("claim", self._session)}
+        if claims != {self._session}:
+            raise RefitError(
+                f"{self._control.label}: another trainer has just begun an update; push again when it is through, or, "
+                f"if that trainer is dead, call recover()"
+            )
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Send tensors; one bucket travels while the next is made. Raises RefitError, and then the push is aborted."""
@@ -347,6 +358,9 @@ class RemoteEngine:
     def _drop(self, *, force: bool = False) -> str:
         """End the push (force: anyone's); returns what serves. Raises RefitError if nothing does."""
         mine, self._session = self._session, None
+        if force or not self._started:
+            with contextlib.suppress(RefitError):
+                self._ask("release", None if force else mine)
         status = self._status()
         if _has_committed(status, mine):
             self._release(int(status["policy_version"]))
