@@ -34,10 +34,6 @@ struct GemmArgs {
   int splits;                // parts of K that become output rows of their own, [pairs, splits, ldo]; plain wgmma GEMMs only, else 1
 };
 
-// SwiGLU: row g of a brick is a channel of gate, row g + 8 the same channel of up; one output channel.
-// Plain:  rows g and g + 8 are two adjacent output channels.
-enum : int { kSwiGlu = 0, kPlain = 1 };
-
 // Per-token values of a segment.
 struct alignas(16) TokenMeta {
   int64_t row;  // offset of the output row
@@ -93,14 +89,6 @@ __device__ __forceinline__ TokenMeta load_token(const GemmArgs& p, int pair) {
   t.decode = p.decode[pair / p.row_divisor];
   t.router = p.router != nullptr ? p.router[pair] : 1.0f;
   return t;
-}
-
-// First output channel of row g of a brick. Two adjacent row tiles interleave their channels, so that a thread that owns the same
-// row of both writes adjacent channels (layout.py: gate_up_order, pair_order).
-template <int EPILOGUE>
-__device__ __forceinline__ int channel_of(int row_tile, int brick, int g) {
-  const int pair = row_tile >> 1, odd = row_tile & 1;
-  return EPILOGUE == kSwiGlu ? pair * 64 + brick * 16 + 2 * g + odd : pair * 128 + brick * 32 + 4 * g + 2 * odd;
 }
 
 // Bias of the two accumulator rows (g, g + 8) whose first output channel is c. `biases`: p.bias or null.

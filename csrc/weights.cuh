@@ -72,4 +72,16 @@ __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
+// SwiGLU: row g of a brick is a channel of gate, row g + 8 the same channel of up; one output channel.
+// Plain:  rows g and g + 8 are two adjacent output channels.
+enum : int { kSwiGlu = 0, kPlain = 1 };
+
+// First output channel of row g of a brick. Two adjacent row tiles interleave their channels, so that a thread that owns the same
+// row of both writes adjacent channels (layout.py: gate_up_order, pair_order).
+template <int EPILOGUE>
+__device__ __forceinline__ int channel_of(int row_tile, int brick, int g) {
+  const int pair = row_tile >> 1, odd = row_tile & 1;
+  return EPILOGUE == kSwiGlu ? pair * 64 + brick * 16 + 2 * g + odd : pair * 128 + brick * 32 + 4 * g + 2 * odd;
+}
+
 }  // namespace quads

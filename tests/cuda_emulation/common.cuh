@@ -34,7 +34,7 @@ struct Index {
   unsigned x;
 };
 inline thread_local Index threadIdx;
-inline Index blockIdx, gridDim;
+inline Index blockIdx, gridDim, blockDim;
 
 namespace emulation {
 inline std::vector<float4> dynamic_shared;
@@ -90,6 +90,16 @@ T atomicAdd(T* target, T value) {
   *target = before + value;
   return before;
 }
+template <typename T>
+T atomicOr(T* target, T value) {
+  std::lock_guard<std::mutex> lock(emulation::atomics);
+  const T before = *target;
+  *target = before | value;
+  return before;
+}
+template <typename T>
+T __ldcs(const T* at) { return *at; }
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned n) { return n ? high << n | low >> (32 - n) : high; }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   unsigned char bytes[8];
   std::memcpy(bytes, &a, 4);
@@ -131,6 +141,7 @@ T from_float(float x) {
 template <typename... KArgs, typename... Args>
 cudaError_t launch(void (*kernel)(KArgs...), dim3 grid, dim3 block, size_t smem, cudaStream_t, Args... args) {
   gridDim.x = grid.x;
+  blockDim.x = block.x;
   for (unsigned b = 0; b < grid.x; ++b) {
     blockIdx.x = b;
     emulation::dynamic_shared.assign(smem / 16 + 1, make_float4(NAN, NAN, NAN, NAN));

@@ -93,6 +93,20 @@ class ArrangeArgs(ctypes.Structure):
     ]
 
 
+class InstallArgs(ctypes.Structure):
+    """Mirror of `InstallArgs` in csrc/install.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("source", "scales", "scalars", "blocks", "decode", "digests", "status")),
+        ("source_stride", ctypes.c_int64 * 3),
+        ("scale_stride", ctypes.c_int64 * 3),
+        ("scalar_stride", ctypes.c_int64 * 2),
+        *((name, ctypes.c_int) for name in (
+            "experts", "rows", "k", "row_tiles", "kblocks", "gate_up", "row_offset", "k_offset", "count_global"
+        )),
+    ]  # fmt: skip
+
+
 def source_directory() -> Path:
     """Where the CUDA sources are: beside the package (source checkout) or inside it (wheel)."""
     here = Path(__file__).resolve()
@@ -187,6 +201,7 @@ def library() -> ctypes.CDLL:
         pointer,
     ]
     lib.quads_arrange.argtypes = [pointer, integer, pointer]
+    lib.quads_install.argtypes = [pointer, integer, pointer]
     lib.quads_cast.argtypes = [pointer, integer, pointer]
     lib.quads_error_string.argtypes = [integer]
     lib.quads_error_string.restype = ctypes.c_char_p

@@ -101,18 +101,33 @@ def weight_amax(weights: Tensor | Sequence[Tensor], *, out: Tensor | None = None
         out.copy_(torch.stack([_reference_amax(w) for w in weights]).amax(dim=0))
         return out
     out.zero_()
-    bits = out.view(torch.int32)
-    for operand in map(_Operand.of, weights):
-        geometry = operand.geometry
-        _launch(
-            triton.amax_kernel,
-            geometry,
-            operand.matrices,
-            *(operand.words, bits, geometry.blocks, geometry.per_row, *geometry.strides[0]),
-            DTYPE=operand.dtype,
-            FLAT=geometry.flat,
-        )
+    for w in weights:
+        _raise_amax(triton, w, out)
     return out
+
+
+def raise_amax(weight: Tensor, out: Tensor) -> Tensor:
+    """Raise out, float32 [...], to `weight_amax` of weights [..., N, K] where that is larger or NaN; returns out."""
+    _check_weight(weight)
+    _check_out(out, weight.shape[:-2], torch.float32, "amax")
+    triton = _triton(weight)
+    if triton is None:
+        return torch.maximum(out, _reference_amax(weight), out=out)
+    _raise_amax(triton, weight, out)
+    return out
+
+
+def _raise_amax(triton: ModuleType, weight: Tensor, out: Tensor) -> None:
+    operand = _Operand.of(weight)
+    geometry = operand.geometry
+    _launch(
+        triton.amax_kernel,
+        geometry,
+        operand.matrices,
+        *(operand.words, out.view(torch.int32), geometry.blocks, geometry.per_row, *geometry.strides[0]),
+        DTYPE=operand.dtype,
+        FLAT=geometry.flat,
+    )
 
 
 def quantize_stack(weight: Tensor, amax: Tensor, *, out: QuantizedStack | None = None) -> QuantizedStack:

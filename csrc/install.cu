@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0
+// Weights of a refit into the prepared layout (weights.cuh), in one pass: packed ones as they are, BF16 ones quantized on the way.
+// The same pass validates, adds up the digests of the packed form and writes the decode scales.
+//
+// A warp takes four K blocks of a brick (16 rows x 256 k) at a time. Lane (g, t) has k-step t of every K block of rows g and g + 8,
+// 16 weights each, in the packed form (8 bytes; four lanes read a sector), and byte t of all four k-steps in the prepared form; a
+// 4x4 byte transpose among these four lanes, two shuffles a word, leads from one to the other. Scales are read by K block.
+#include "arrange_math.cuh"
+#include "common.cuh"
+#include "digest_math.cuh"
+#include "nvfp4_math.cuh"
+#include "weights.cuh"
+
+namespace quads {
+
+// Mirrored in vllm_quads/kernels/_native.py.
+struct InstallArgs {
+  const uint8_t* source;    // codes [E, P, rows, k / 2], or BF16 weights [E, P, rows, k]
+  const uint8_t* scales;    // [E, P, rows, k / 16] E4M3; null where BF16 weights are quantized
+  const float* scalars;     // [E, P]: decode scales; of BF16 weights their amax
+  uint8_t* blocks;          // [E, row_tiles * kblocks, 2304]
+  float* decode;            // [E, P] or null: decode scales are written here
+  uint64_t* digests;        // [E, P] or null: digests are added here
+  int* status;              // [1] or null: bits are added here
+  int64_t source_stride[3]; // bytes between experts, parts, rows
+  int64_t scale_stride[3];
+  int64_t scalar_stride[2]; // elements between experts, parts
+  int experts, rows, k;     // rows of a part
+  int row_tiles, kblocks;
+  int gate_up;              // 1: two parts, gate and up; 0: one
+  int row_offset, k_offset; // of this shard in the whole matrix
+  int count_global;         // 1: the global scale counts in this shard's digest
+};
+
+namespace {
+
+constexpr int kMaxShared = 200 * 1024;
+enum : int { kBadScale = 1, kBadGlobal = 2, kBadAmax = 4 };
+
+// Lane t of four holds bytes 0..3 of x; afterwards it holds byte t of lanes 0..3.
+__device__ __forceinline__ uint32_t transposed(uint32_t x, uint32_t first, uint32_t second) {
+  uint32_t y = __shfl_xor_sync(0xFFFFFFFFu, x, 1);
+  x = __byte_perm(x, y, first);
+  y = __shfl_xor_sync(0xFFFFFFFFu, x, 2);
+  return __byte_perm(x, y, second);
+}
+
+__device__ __forceinline__ uint64_t warp_sum(uint64_t x) {
+#pragma unroll
+  for (int mask = 16; mask >= 1; mask >>= 1) {
+    const uint32_t low = __shfl_xor_sync(0xFFFFFFFFu, (uint32_t)x, mask), high = __shfl_xor_sync(0xFFFFFFFFu, (uint32_t)(x >> 32), mask);
+    x += (uint64_t)high << 32 | low;
+  }
+  return x;
+}
+
+// Four scales at `at`, as far as the row has them.
+__device__ __forceinline__ uint32_t load_scales(const uint8_t* at, int steps, bool aligned) {
+  if (aligned) return steps >= 4 ? __ldcs(reinterpret_cast<const uint32_t*>(at)) : 0u;
+  uint32_t s = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (i < steps) s |= (uint32_t)at[i] << 8 * i;
+  return s;
+}
+
+// A block of 16 BF16 weights, quantized: two words of codes, and the scale's byte.
+__device__ __forceinline__ uint32_t quantize_codes(const uint4 (&raw)[2], const RowScale& scale, uint32_t (&words)[2]) {
+  const uint32_t pairs[8] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w, raw[1].x, raw[1].y, raw[1].z, raw[1].w};
+  float x[16], q[16];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[2 * i] = from_bits(pairs[i] << 16), x[2 * i + 1] = from_bits(pairs[i] & 0xFFFF0000u);
+  const float m = amax16(x);
+  const BlockScale b = quantize_block<false>(x, m, scale, q);
+  block_codes(q, x, !(m > 0.0f), words);
+  return b.byte;
+}
+
+template <bool QUANTIZE, bool DIGEST>
+__global__ void __launch_bounds__(128, QUANTIZE ? 5 : 6) install_kernel(const InstallArgs p, int bricks) {
+  extern __shared__ uint64_t column_weights[];  // of codes [kblocks * 8], of scales [kblocks * 4]; 0 beyond K
+  const int threads = blockDim.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = threads / 32, g = lane >> 2, t = lane & 3;
+  const int total_steps = p.k / 16, quads = p.kblocks / 4;
+  const uint64_t* const scale_weights = column_weights + p.kblocks * 8;
+  if constexpr (DIGEST) {
+    for (int i = threadIdx.x; i < p.kblocks * 12; i += threads) {
+      const bool code = i < p.kblocks * 8;
+      const int column = code ? i : i - p.kblocks * 8;
+      const bool inside = column < (code ? p.k / 8 : total_steps);
+      const uint64_t weight = position_weight(column + p.k_offset / (code ? 8 : 16)) * (code ? kCodesFactor : kScalesFactor);
+      column_weights[i] = inside ? weight : 0;
+    }
+    __syncthreads();
+  }
+  grid_dependency_wait();
+  const int items = p.row_tiles * 4 / bricks;  // of an expert
+  const int expert = blockIdx.x / items, first_brick = blockIdx.x % items * bricks;
+  const int parts = p.gate_up ? 2 : 1;
+  const bool aligned = p.k % 64 == 0 && (p.scale_stride[0] | p.scale_stride[1] | p.scale_stride[2] | (int64_t)p.scales) % 4 == 0;
+  const uint8_t* const source = p.source + expert * p.source_stride[0];
+  const uint8_t* const scales = QUANTIZE ? nullptr : p.scales + expert * p.scale_stride[0];
+  const uint32_t first_half = t & 1 ? 0x3715 : 0x6240, second_half = t & 2 ? 0x3276 : 0x5410;
+  int bad = 0;
+
+  RowScale row_scales[2];
+  if constexpr (QUANTIZE) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float amax = p.scalars[expert * p.scalar_stride[0] + (r < parts ? r * p.scalar_stride[1] : 0)];
+      row_scales[r] = row_scale(encode_scale(amax, kRangeMaxToSix));
+    }
+  }
+  uint64_t totals[2] = {0, 0};
+
+  for (int unit = warp; unit < bricks * quads; unit += warps) {
+    const int at = first_brick + unit / quads, kb = unit % quads * 4, tile = at / 4, brick = at % 4;
+    int channel[2];  // of rows g and g + 8, in their parts; -1 for padding
+    int64_t from[2], from_scales[2];
+    if (p.gate_up) {
+      channel[0] = channel_of<kSwiGlu>(tile, brick, g);
+      channel[0] = channel[1] = channel[0] < p.rows ? channel[0] : -1;
+    } else {
+      const int c = channel_of<kPlain>(tile, brick, g);
+      channel[0] = c < p.rows ? c : -1;
+      channel[1] = c + 1 < p.rows ? c + 1 : -1;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int part = p.gate_up ? r : 0;
+      from[r] = part * p.source_stride[1] + channel[r] * p.source_stride[2];
+      from_scales[r] = part * p.scale_stride[1] + channel[r] * p.scale_stride[2];
+    }
+    const int group = tile / kGroupTiles * kGroupTiles, tiles = min(kGroupTiles, p.row_tiles - group);
+    uint8_t* const blocks = p.blocks + ((int64_t)expert * p.row_tiles + group) * p.kblocks * kBlockBytes +
+                            ((int64_t)kb * tiles + tile - group) * kBlockBytes;
+    DigestSum sums[2];
+
+    // k-step t of K block kb + j, rows g and g + 8
+    uint2 codes[4][2];
+    uint32_t scale_bytes[2] = {0, 0};  // of K block kb + t, k-step i at byte i
+    if constexpr (!QUANTIZE) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int step = (kb + j) * 4 + t;
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          codes[j][r] = channel[r] >= 0 && step < total_steps ? __ldcs(reinterpret_cast<const uint2*>(source + from[r] + step * 8)) : make_uint2(0, 0);
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int step = (kb + t) * 4, steps = channel[r] >= 0 ? total_steps - step : 0;
+        scale_bytes[r] = load_scales(scales + from_scales[r] + step, steps, aligned);
+      }
+    } else {
+      uint32_t own[2] = {0, 0};  // of k-step t of K block kb + j at byte j
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int step = (kb + j) * 4 + t;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          uint4 raw[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
+          if (channel[r] >= 0 && step < total_steps) {
+            const uint4* const weights = reinterpret_cast<const uint4*>(source + from[r] + step * 32);
+            raw[0] = __ldcs(weights), raw[1] = __ldcs(weights + 1);
+          }
+          uint32_t words[2];
+          own[r] |= quantize_codes(raw, row_scales[r], words) << 8 * j;
+          codes[j][r] = make_uint2(words[0], words[1]);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) scale_bytes[r] = transposed(own[r], first_half, second_half);
+    }
+
+    {
+      if (bad_scales(scale_bytes[0]) || bad_scales(scale_bytes[1])) bad |= kBadScale;
+      uint32_t words[2];
+      encode_scales_of_block(e5m3_four(scale_bytes[0]), e5m3_four(scale_bytes[1]), words);
+      *reinterpret_cast<uint2*>(blocks + (int64_t)t * tiles * kBlockBytes + kScaleOffset + brick * 64 + g * 8) = make_uint2(words[0], words[1]);
+      if constexpr (DIGEST) {
+        const ulonglong2* const w = reinterpret_cast<const ulonglong2*>(scale_weights + (kb + t) * 4);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const ulonglong2 weight = w[i];
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            sums[r].add(mixed_byte(scale_bytes[r] >> 16 * i & 0xFFu), weight.x);
+            sums[r].add(mixed_byte(scale_bytes[r] >> (16 * i + 8) & 0xFFu), weight.y);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if constexpr (DIGEST) {
+        const ulonglong2 weight = *reinterpret_cast<const ulonglong2*>(column_weights + (kb + j) * 8 + 2 * t);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          sums[r].add(mixed_word(codes[j][r].x), weight.x);
+          sums[r].add(mixed_word(codes[j][r].y), weight.y);
+        }
+      }
+      uint32_t words[4];
+      encode_four(transposed(codes[j][0].x, first_half, second_half), transposed(codes[j][1].x, first_half, second_half),
+                  transposed(codes[j][0].y, first_half, second_half), transposed(codes[j][1].y, first_half, second_half), words);
+      reinterpret_cast<uint4*>(blocks + (int64_t)j * tiles * kBlockBytes + brick * 512)[lane] = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+    if constexpr (DIGEST) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        totals[r] += channel[r] >= 0 ? sums[r].value() * position_weight(channel[r] + p.row_offset) : 0;
+    }
+  }
+
+  if constexpr (DIGEST) {
+    if (!p.gate_up) totals[0] += totals[1];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (r >= parts) break;
+      const uint64_t sum = warp_sum(totals[r]);
+      if (lane == 0) atomicAdd(reinterpret_cast<unsigned long long*>(p.digests + expert * parts + r), (unsigned long long)sum);
+    }
+  }
+  if (first_brick == 0 && (int)threadIdx.x < parts) {
+    const int part = threadIdx.x;
+    float scale = p.scalars[expert * p.scalar_stride[0] + part * p.scalar_stride[1]];
+    if constexpr (QUANTIZE) {
+      if (!is_finite(scale)) bad |= kBadAmax;
+      scale = div_rn(1.0f, encode_scale(scale, kRangeMaxToSix));
+    }
+    if (!(is_finite(scale) && scale > 0.0f)) bad |= kBadGlobal;
+    if (p.decode != nullptr) p.decode[expert * parts + part] = scale;
+    if (DIGEST && p.count_global)
+      atomicAdd(reinterpret_cast<unsigned long long*>(p.digests + expert * parts + part), (unsigned long long)digest_of_scalar(bits(scale)));
+  }
+  if (bad != 0 && p.status != nullptr) atomicOr(p.status, bad);
+}
+
+template <bool QUANTIZE, bool DIGEST>
+cudaError_t install(const InstallArgs& p, cudaStream_t stream) {
+  // Units of a warp are four K blocks of a brick; a thread block takes as many bricks as give its warps the same work.
+  const int quads = p.kblocks / 4, warps = quads % 4 != 0 && quads % 3 == 0 ? 3 : 4;
+  const int bricks = quads >= 2 * warps ? 2 : 4;
+  const size_t shared = DIGEST ? (size_t)p.kblocks * 12 * sizeof(uint64_t) : 0;
+  if (shared > kMaxShared) return cudaErrorInvalidValue;
+  const cudaError_t e = allow_shared_memory<install_kernel<QUANTIZE, DIGEST>>(DIGEST ? kMaxShared : 0);
+  if (e != cudaSuccess) return e;
+  const dim3 grid((unsigned)(p.experts * (p.row_tiles * 4 / bricks)));
+  return launch(install_kernel<QUANTIZE, DIGEST>, grid, dim3(warps * 32), shared, stream, p, bricks);
+}
+
+}  // namespace
+}  // namespace quads
+
+// Every byte of `blocks` is written. Strides and addresses: of codes multiples of 8 bytes, of BF16 weights of 16.
+extern "C" int quads_install(const quads::InstallArgs* p, int quantize, void* stream) {
+  using namespace quads;
+  if (p->experts == 0) return 0;
+  const int64_t align = quantize ? 16 : 8;
+  if (p->k % 16 != 0 || p->kblocks % 4 != 0 || p->kblocks * 64 < p->k || p->row_tiles % 2 != 0 ||
+      p->row_tiles * 64 < p->rows * (p->gate_up ? 2 : 1) ||
+      ((p->source_stride[0] | p->source_stride[1] | p->source_stride[2] | (int64_t)p->source) & (align - 1)) != 0)
+    return cudaErrorInvalidValue;
+  cudaStream_t s = static_cast<cudaStream_t>(stream);
+  if (quantize) return p->digests ? install<true, true>(*p, s) : install<true, false>(*p, s);
+  return p->digests ? install<false, true>(*p, s) : install<false, false>(*p, s);
+}

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Installing weights in one pass gives what quantizing, arranging and digesting one after the other give.
+
+On the CPU the CUDA source runs in `tests/cuda_emulation`, and the torch path as it is; on a GPU the kernel itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_kernels_emulated import _cuda_include
+from torch import Tensor
+
+from vllm_quads.kernels import _native, install
+from vllm_quads.kernels.install import BAD_AMAX, BAD_GLOBAL, BAD_SCALE, install_packed, install_quantized, stack_amax
+from vllm_quads.kernels.layout import arrange, arranged_shape, row_order
+from vllm_quads.kernels.weights import QuantizedStack
+from vllm_quads.nvfp4 import FormatError, PackedTensor, packed_digest
+
+SHAPES = [
+    (3, True, 48, 64),
+    (2, False, 200, 256),
+    (2, True, 80, 48),
+    (1, False, 72, 144),
+    (2, False, 64, 768),
+    (1, True, 32, 2048),
+]
+"""Experts, gate and up, rows of a part, K: what fills no tile, whole and partial groups, all launch shapes."""
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """csrc/install.cu as a host library."""
+    compiler, include = shutil.which("g++"), _cuda_include()
+    if compiler is None or include is None:
+        pytest.skip("needs g++ and the CUDA headers")
+    directory: Path = tmp_path_factory.mktemp("install")
+    shutil.copy(Path(__file__).parent / "cuda_emulation" / "common.cuh", directory)
+    for name in ("arrange_math", "digest_math", "nvfp4_math", "weights"):
+        shutil.copy(_native.source_directory() / f"{name}.cuh", directory)
+    shared = "extern __shared__ uint64_t column_weights[];"
+    text = (_native.source_directory() / "install.cu").read_text()
+    assert text.count(shared) == 1
+    memory = "uint64_t* const column_weights = reinterpret_cast<uint64_t*>(emulation::dynamic_shared.data());"
+    (directory / "install.cpp").write_text(text.replace(shared, memory))
+    flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", f"-I{include}"]
+    command = [compiler, *flags, str(directory / "install.cpp"), "-o", str(directory / "install.so")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(directory / "install.so"))
+
+
+@pytest.fixture(
+    params=[
+        "torch",
+        "emulated",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")],
+        ),
+    ]
+)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where the functions run: torch, the emulated kernel, the GPU."""
+    if request.param == "emulated":
+        library = request.getfixturevalue("emulated")
+        monkeypatch.setattr(install, "_on_hopper", lambda t: True)
+        monkeypatch.setattr(_native, "library", lambda: library)
+        monkeypatch.setattr(_native, "stream", lambda: None)
+        monkeypatch.setattr(torch.cuda, "device", lambda d: contextlib.nullcontext())
+    return "cuda" if request.param == "cuda" else "cpu"
+
+
+class Sinks:
+    """Outputs of a call, poisoned, or with values that are added to."""
+
+    def __init__(self, experts: int, parts: int, rows: int, k: int, device: str) -> None:
+        self.out = torch.full((experts, *arranged_shape(parts * rows, k)), 0xA5, dtype=torch.uint8, device=device)
+        self.decode = torch.full((experts, parts), 7.0, device=device)
+        self.digests = torch.full((experts * parts,), 2**62 + 5, dtype=torch.int64, device=device)
+        self.status = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def arguments(self) -> dict[str, Tensor]:
+        return {"decode": self.decode, "digests": self.digests, "status": self.status}
+
+    def require(self, want: PackedTensor, gate_up: bool, status: int = 0, **offsets: Any) -> None:
+        """Fail unless everything is as the reference has it."""
+        codes, scales = want.codes.flatten(1, 2), want.block_scales.view(torch.uint8).flatten(1, 2)
+        order = row_order(codes.shape[1], gate_up=gate_up)
+        assert torch.equal(self.out.cpu(), arrange(codes, scales.view(torch.float8_e4m3fn), order))
+        assert torch.equal(self.decode.cpu().view(torch.int32), want.decode_scale.view(torch.int32))
+        assert torch.equal(self.digests.cpu(), packed_digest(want, **offsets).flatten() + (2**62 + 5))
+        assert int(self.status) == status
+
+
+def random_packed(experts: int, parts: int, rows: int, k: int, seed: int = 0) -> PackedTensor:
+    """Codes and scales of any value that the format has, subnormal scales and zeros included."""
+    gen = torch.Generator().manual_seed(seed)
+    lead = (experts, parts, rows)
+    scales = torch.randint(0, 127, (*lead, k // 16), generator=gen, dtype=torch.uint8)
+    scales[..., :4].clamp_(min=8)  # words without a small scale are converted at once
+    codes = torch.randint(0, 256, (*lead, k // 2), generator=gen, dtype=torch.uint8)
+    decode = torch.rand(experts, parts, generator=gen) + 1e-3
+    return PackedTensor(codes, scales.view(torch.float8_e4m3fn), decode)
+
+
+def moved(t: PackedTensor, device: str) -> QuantizedStack:
+    return QuantizedStack(t.codes.to(device), t.block_scales.to(device), t.decode_scale.to(device))
+
+
+@pytest.mark.parametrize(("experts", "gate_up", "rows", "k"), SHAPES)
+def test_packed(device: str, experts: int, gate_up: bool, rows: int, k: int) -> None:
+    """Prepared bytes, decode scales and digests of packed weights; without digests the same bytes."""
+    parts = 2 if gate_up else 1
+    want = random_packed(experts, parts, rows, k)
+    sinks = Sinks(experts, parts, rows, k, device)
+    install_packed(moved(want, device), sinks.out, gate_up=gate_up, **sinks.arguments())
+    sinks.require(want, gate_up)
+    sinks.out.fill_(0xA5)
+    install_packed(moved(want, device), sinks.out, gate_up=gate_up)
+    sinks.digests += 0
+    sinks.require(want, gate_up)
+
+
+@pytest.mark.parametrize(
+    ("gate_up", "cut"), [(True, (16, 32, 0, 96)), (False, (0, 80, 32, 48)), (False, (40, 40, 0, 96))]
+)
+def test_shards(device: str, gate_up: bool, cut: tuple[int, int, int, int]) -> None:
+    """A shard of a stack, a view with gaps, gets the bytes of its copy, and a digest that says where it lies."""
+    row, rows, column, columns = cut
+    whole = random_packed(2, 2 if gate_up else 1, 80, 96)
+    shard = moved(whole, device)
+    raw = shard.block_scales.view(torch.uint8)
+    part = QuantizedStack(
+        shard.codes.narrow(2, row, rows).narrow(3, column // 2, columns // 2),
+        raw.narrow(2, row, rows).narrow(3, column // 16, columns // 16).view(torch.float8_e4m3fn),
+        shard.decode_scale,
+    )
+    sinks = Sinks(2, whole.codes.shape[1], rows, columns, device)
+    offsets = {"row_offset": row, "k_offset": column, "count_global": row == 0}
+    install_packed(part, sinks.out, gate_up=gate_up, **sinks.arguments(), **offsets)
+    copy = PackedTensor(part.codes.cpu().contiguous(), part.block_scales.cpu().contiguous(), part.decode_scale.cpu())
+    sinks.require(copy, gate_up, **offsets)
+
+
+@pytest.mark.parametrize("gate_up", [True, False])
+def test_damage_is_reported(device: str, gate_up: bool) -> None:
+    """One NaN block scale, one negative one, one bad global scale: each sets its bit, added to those before."""
+    for damage, bit in (("nan", BAD_SCALE), ("negative", BAD_SCALE), ("inf", BAD_GLOBAL), ("zero", BAD_GLOBAL)):
+        packed = moved(random_packed(2, 2 if gate_up else 1, 24, 80), device)
+        if damage in ("inf", "zero"):
+            packed.decode_scale[1, -1] = torch.inf if damage == "inf" else 0.0
+        else:
+            packed.block_scales.view(torch.uint8)[1, -1, 23, 4] = 0x7F if damage == "nan" else 0x80
+        sinks = Sinks(2, packed.codes.shape[1], 24, 80, device)
+        sinks.status.fill_(8)
+        install_packed(packed, sinks.out, gate_up=gate_up, status=sinks.status)
+        assert int(sinks.status) == 8 | bit, damage
+
+
+def weights(experts: int, parts: int, rows: int, k: int, seed: int = 0) -> Tensor:
+    """Weights with blocks of zeros, blocks far below the largest, and values in all binades."""
+    gen = torch.Generator().manual_seed(seed)
+    w = torch.randn(experts, parts, rows, k, generator=gen) * 0.02
+    w *= torch.exp2(torch.randint(-12, 3, (experts, parts, rows, 1), generator=gen).float())
+    w[:, :, 3, :16] = 0.0
+    w[:, :, 5, 16:32] = -0.0
+    w[:, :, 7, 7] = 1e-30
+    return w.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(("experts", "gate_up", "rows", "k"), SHAPES)
+def test_quantized(device: str, experts: int, gate_up: bool, rows: int, k: int) -> None:
+    """BF16 weights: amax over what shares a scale, then the bytes, scales and digests of the reference; a frozen amax,
+    smaller than the live one, saturates as the reference does."""
+    parts = 2 if gate_up else 1
+    w = weights(experts, parts, rows, k)
+    amax = torch.zeros(experts, device=device)
+    assert stack_amax(w.to(device), amax) is amax
+    assert torch.equal(amax.cpu(), w.float().abs().amax(dim=(1, 2, 3)))
+    for each in (amax, amax * 0.3, (amax * 1e-20)[:, None].expand(experts, parts)):
+        shared = each.cpu() if each.dim() == 2 else each.cpu()[:, None].expand(experts, parts)
+        want = PackedTensor.quantize(w, amax=shared.contiguous())
+        sinks = Sinks(experts, parts, rows, k, device)
+        install_quantized(w.to(device), each, sinks.out, gate_up=gate_up, **sinks.arguments())
+        sinks.require(want, gate_up)
+
+
+@pytest.mark.parametrize(("gate_up", "cut"), [(True, (16, 32, 0, 96)), (False, (0, 80, 32, 48))])
+def test_quantized_shards(device: str, gate_up: bool, cut: tuple[int, int, int, int]) -> None:
+    """A shard of BF16 weights, a view with gaps, with the amax of the whole."""
+    row, rows, column, columns = cut
+    w = weights(2, 2 if gate_up else 1, 80, 96)
+    amax = stack_amax(w.to(device), torch.zeros(2, device=device))
+    part = w.to(device).narrow(2, row, rows).narrow(3, column, columns)
+    sinks = Sinks(2, w.shape[1], rows, columns, device)
+    offsets = {"row_offset": row, "k_offset": column, "count_global": row == 0}
+    install_quantized(part, amax, sinks.out, gate_up=gate_up, **sinks.arguments(), **offsets)
+    want = PackedTensor.quantize(part.cpu().contiguous(), amax=amax.cpu()[:, None].expand(2, w.shape[1]).contiguous())
+    sinks.require(want, gate_up, **offsets)
+
+
+def test_nan_and_inf_of_weights_are_reported(device: str) -> None:
+    """Live: the amax is not finite; frozen: the block's scale is NaN. Both set their bits."""
+    for value in (torch.nan, torch.inf, -torch.inf):
+        w = weights(2, 1, 40, 64)
+        w[1, 0, 39, 63] = value
+        amax = stack_amax(w.to(device), torch.zeros(2, device=device))
+        assert torch.isfinite(amax).tolist() == [True, False]
+        sinks = Sinks(2, 1, 40, 64, device)
+        install_quantized(w.to(device), amax, sinks.out, gate_up=False, status=sinks.status)
+        assert int(sinks.status) & (BAD_AMAX | BAD_SCALE) == BAD_AMAX | BAD_SCALE
+        sinks.status.zero_()
+        install_quantized(w.to(device), torch.ones(2, device=device), sinks.out, gate_up=False, status=sinks.status)
+        assert int(sinks.status) == BAD_SCALE
+
+
+def test_refusals() -> None:
+    """What does not fit together is refused before anything is written."""
+    p = random_packed(2, 2, 32, 64)
+    packed = moved(p, "cpu")
+    sinks = Sinks(2, 2, 32, 64, "cpu")
+    before = sinks.out.clone()
+    with pytest.raises(FormatError, match="expected \\[E, 1, N, K\\]"):
+        install_packed(packed, sinks.out, gate_up=False)
+    with pytest.raises(FormatError, match="prepared weights"):
+        install_packed(packed, sinks.out[:1], gate_up=True)
+    with pytest.raises(FormatError, match="do not belong together"):
+        install_packed(packed._replace(decode_scale=torch.ones(2)), sinks.out, gate_up=True)
+    with pytest.raises(FormatError, match="digests: is torch.int64 \\(3,\\)"):
+        install_packed(packed, sinks.out, gate_up=True, digests=sinks.digests[:3])
+    with pytest.raises(FormatError, match="amax is torch.float32 \\(3,\\)"):
+        install_quantized(weights(2, 2, 32, 64), torch.ones(3), sinks.out, gate_up=True)
+    with pytest.raises(FormatError, match="amax is torch.float32 \\(3,\\)"):
+        stack_amax(weights(2, 2, 32, 64), torch.ones(3))
+    assert torch.equal(sinks.out, before)

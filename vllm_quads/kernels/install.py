@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of a refit into the prepared layout in one pass (csrc/install.cu): with digests, checks and decode scales.
+
+    install_packed(packed, out, gate_up=...)               packed weights
+    stack_amax(weight, amax)                               and BF16 weights: first what their global scales come from,
+    install_quantized(weight, amax, out, gate_up=...)      then quantized on the way
+
+Weights are stacks [E, P, N, K] of E experts with P parts each (gate and up of w13, else one). A part may be a shard,
+and a view with any strides but along K. On a Hopper GPU each call is one launch on the current stream that waits for
+nothing and allocates nothing; elsewhere plain torch gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_quads.kernels import _native
+from vllm_quads.kernels import weights as w
+from vllm_quads.kernels.layout import _on_hopper, arrange_into, arranged_shape, padded_k, padded_rows
+from vllm_quads.kernels.weights import QuantizedStack
+from vllm_quads.nvfp4.errors import FormatError
+from vllm_quads.nvfp4.formats import BLOCK_SIZE
+
+BAD_SCALE = 1
+"""Status bit: a block scale is NaN or negative."""
+BAD_GLOBAL = 2
+"""Status bit: a global scale is not a finite positive number."""
+BAD_AMAX = 4
+"""Status bit: an amax is not finite, so the weights hold NaN or Inf."""
+
+
+class _Place(NamedTuple):
+    """Where a shard lies in the whole matrices, and if its global scale is counted."""
+
+    row_offset: int
+    k_offset: int
+    count_global: bool
+
+
+def install_packed(
+    packed: QuantizedStack,
+    out: Tensor,
+    *,
+    gate_up: bool,
+    decode: Tensor | None = None,
+    digests: Tensor | None = None,
+    status: Tensor | None = None,
+    row_offset: int = 0,
+    k_offset: int = 0,
+    count_global: bool = True,
+) -> None:
+    """Packed weights [E, P, N, K] into `out`, uint8 [E, *arranged_shape(P * N, K)], contiguous.
+
+    gate_up: the parts are gate and up (P = 2); else P = 1. decode: float32 of E * P elements that the decode scales are
+    written to. digests: int64 of E * P elements that the matrices' digests (`packed_digest` with these offsets) are
+    added to, modulo 2^64. status: int32 [1] into which `BAD_SCALE` and `BAD_GLOBAL` are or-ed; the weights are written
+    either way. Raises FormatError for what does not fit together.
+    """
+    lead = _lead(packed.codes, out, 2 * packed.codes.shape[-1], gate_up)
+    _check_fields(packed)
+    _check_sinks(lead, out.device, decode, digests, status)
+    place = _Place(row_offset, k_offset, count_global)
+    if _on_hopper(out) and _aligned(packed.codes, 8):
+        _launch(packed.codes, packed.block_scales, packed.decode_scale, out, gate_up, decode, digests, status, place)
+        return
+    codes, scales = packed.codes.flatten(1, 2).contiguous(), packed.block_scales.view(torch.uint8)
+    arrange_into(codes, scales.flatten(1, 2).contiguous().view(torch.float8_e4m3fn), out, gate_up=gate_up)
+    if decode is not None:
+        decode.view(lead).copy_(packed.decode_scale)
+    if digests is not None:
+        digests.view(lead).add_(w.digest_stack(packed, **place._asdict()))
+    if status is not None:
+        scalars = packed.decode_scale
+        _mark(status, (scales >= 0x7F).any(), BAD_SCALE)
+        _mark(status, ~(torch.isfinite(scalars) & (scalars > 0)).all(), BAD_GLOBAL)
+
+
+def stack_amax(weight: Tensor, out: Tensor) -> Tensor:
+    """Raise float32 [E] to max |W| of each expert of weights [E, P, N, K]: what its parts share. Returns out.
+
+    Start from zeros. NaN or Inf where an expert holds one.
+    """
+    if weight.dim() != 4 or out.shape != weight.shape[:1] or out.dtype != torch.float32 or not out.is_contiguous():
+        raise FormatError(
+            f"amax is {out.dtype} {tuple(out.shape)}, expected contiguous float32 [E] for weights [E, P, N, K], "
+            f"which have shape {tuple(weight.shape)}"
+        )
+    parts = [weight.flatten(1, 2)] if weight.is_contiguous() else list(weight.unbind(1))
+    for part in parts:
+        w.raise_amax(part, out)
+    return out
+
+
+def install_quantized(
+    weight: Tensor,
+    amax: Tensor,
+    out: Tensor,
+    *,
+    gate_up: bool,
+    decode: Tensor | None = None,
+    digests: Tensor | None = None,
+    status: Tensor | None = None,
+    row_offset: int = 0,
+    k_offset: int = 0,
+    count_global: bool = True,
+) -> None:
+    """BF16 weights [E, P, N, K], quantized, into `out`: the bytes of `quantize_stack` and `install_packed`.
+
+    amax: float32 [E] or [E, P] that the global scales are taken from. status: `BAD_AMAX` as well. Everything else is as
+    for `install_packed`.
+    """
+    lead = _lead(weight, out, weight.shape[-1], gate_up)
+    w._check_weight(weight)
+    if amax.dtype != torch.float32 or amax.shape not in (torch.Size(lead[:1]), torch.Size(lead)):
+        raise FormatError(f"amax is {amax.dtype} {tuple(amax.shape)}, expected float32 {lead[:1]} or {lead}")
+    _check_sinks(lead, out.device, decode, digests, status)
+    place = _Place(row_offset, k_offset, count_global)
+    amax = amax.view(*amax.shape, 1).expand(lead) if amax.dim() == 1 else amax
+    if _on_hopper(out) and weight.dtype == torch.bfloat16 and _aligned(weight, 16):
+        _launch(weight, None, amax, out, gate_up, decode, digests, status, place)
+        return
+    packed = w.quantize_stack(weight.contiguous(), amax.contiguous())
+    install_packed(packed, out, gate_up=gate_up, decode=decode, digests=digests, status=status, **place._asdict())
+    if status is not None:
+        _mark(status, ~torch.isfinite(amax).all(), BAD_AMAX)
+
+
+def _launch(
+    source: Tensor,
+    scales: Tensor | None,
+    scalars: Tensor,
+    out: Tensor,
+    gate_up: bool,
+    decode: Tensor | None,
+    digests: Tensor | None,
+    status: Tensor | None,
+    place: _Place,
+) -> None:
+    rows, size = source.shape[2], source.element_size()
+    k = source.shape[3] * (1 if scales is None else 2)
+    args = _native.InstallArgs(
+        source=source.data_ptr(),
+        scales=_native.pointer(scales),
+        scalars=scalars.data_ptr(),
+        blocks=out.data_ptr(),
+        decode=_native.pointer(decode),
+        digests=_native.pointer(digests),
+        status=_native.pointer(status),
+        source_stride=(ctypes.c_int64 * 3)(*(size * s for s in source.stride()[:3])),
+        scale_stride=(ctypes.c_int64 * 3)(*((0, 0, 0) if scales is None else scales.stride()[:3])),
+        scalar_stride=(ctypes.c_int64 * 2)(*scalars.stride()),
+        experts=source.shape[0],
+        rows=rows,
+        k=k,
+        row_tiles=padded_rows(rows * source.shape[1]) // 64,
+        kblocks=padded_k(k) // 64,
+        gate_up=int(gate_up),
+        row_offset=place.row_offset,
+        k_offset=place.k_offset,
+        count_global=int(place.count_global),
+    )
+    with torch.cuda.device(out.device):
+        code = _native.library().quads_install(ctypes.byref(args), int(scales is None), _native.stream())
+        _native.check(code, "installation of weights")
+
+
+def _mark(status: Tensor, found: Tensor, bit: int) -> None:
+    status.bitwise_or_(found.to(torch.int32) * bit)
+
+
+def _aligned(t: Tensor, size: int) -> bool:
+    """True if all rows start at multiples of `size` bytes."""
+    return all(s * t.element_size() % size == 0 for s in t.stride()[:-1]) and t.data_ptr() % size == 0
+
+
+def _lead(t: Tensor, out: Tensor, k: int, gate_up: bool) -> tuple[int, int]:
+    """(E, P) of weights whose shape, and that of `out`, has been checked."""
+    if t.dim() != 4 or t.shape[1] != (2 if gate_up else 1) or k % BLOCK_SIZE or t.stride(-1) != 1:
+        raise FormatError(
+            f"weights: have shape {tuple(t.shape)} and strides {t.stride()}, expected [E, {2 if gate_up else 1}, N, K] "
+            f"without gaps along K, a multiple of {BLOCK_SIZE}"
+        )
+    experts, parts, rows, _ = t.shape
+    shape = (experts, *arranged_shape(parts * rows, k))
+    if out.shape != shape or out.dtype != torch.uint8 or not out.is_contiguous() or out.device != t.device:
+        raise FormatError(
+            f"prepared weights: are {out.dtype} {tuple(out.shape)} on {out.device}, contiguous: {out.is_contiguous()}; "
+            f"expected contiguous uint8 {shape} on {t.device}"
+        )
+    return experts, parts
+
+
+def _check_fields(packed: QuantizedStack) -> None:
+    codes, scales, decode = packed
+    *lead, k = codes.shape
+    if (
+        codes.dtype != torch.uint8
+        or scales.dtype != torch.float8_e4m3fn
+        or scales.shape != (*lead, 2 * k // BLOCK_SIZE)
+        or scales.stride(-1) != 1
+        or decode.dtype != torch.float32
+        or decode.shape != codes.shape[:2]
+    ):
+        raise FormatError(
+            f"codes {codes.dtype} {tuple(codes.shape)}, block scales {scales.dtype} {tuple(scales.shape)} and decode "
+            f"scales {decode.dtype} {tuple(decode.shape)} do not belong together"
+        )
+
+
+def _check_sinks(
+    lead: tuple[int, int], device: torch.device, decode: Tensor | None, digests: Tensor | None, status: Tensor | None
+) -> None:
+    count = lead[0] * lead[1]
+    for name, t, dtype, size in (
+        ("decode", decode, torch.float32, count),
+        ("digests", digests, torch.int64, count),
+        ("status", status, torch.int32, 1),
+    ):
+        if t is not None and (t.dtype != dtype or t.numel() != size or not t.is_contiguous() or t.device != device):
+            raise FormatError(
+                f"{name}: is {t.dtype} {tuple(t.shape)} on {t.device}, expected {size} contiguous {dtype} on {device}"
+            )
