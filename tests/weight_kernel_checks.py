@@ -227,8 +227,11 @@ def kept(device: str) -> None:
             kept.renew_if_changed(sources)
             verify(kept, sources, 1)
         sources[0].data *= 0.5
-        kept.renew(sources)
+        values = None if dense else torch.empty_like(sources[0])
+        kept.renew(sources, values=values)
         verify(kept, sources, None)
+        if values is not None:
+            same(values, fake_quantize_weight(sources[0].cpu(), amax=kept.amax.cpu()), "values beside what is kept")
 
 
 def kept_by_parts(device: str) -> None:

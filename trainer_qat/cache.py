@@ -185,11 +185,19 @@ class WeightCache:
     # -- on a GPU -------------------------------------------------------------------------------------------------
 
     def on_device(
-        self, sources: Sequence[Tensor], frozen: Tensor | None, *, dense: bool, whole: bool
-    ) -> KeptQuantization:
+        self,
+        sources: Sequence[Tensor],
+        frozen: Tensor | None,
+        *,
+        dense: bool,
+        whole: bool,
+        values: Tensor | None = None,
+    ) -> tuple[KeptQuantization, bool]:
         """The quantization of sources[0] as it is now; the others share its scale.
 
         frozen: amax to take the scale from instead. whole: look for changes in all of the weight, not in a sixteenth.
+        values: where the dequantized weight is wanted; the second result says whether it has been written there, which
+        costs little while a packed form is renewed.
         """
         entry = self._on_device.get(dense)
         step = _Steps.now()
@@ -198,14 +206,14 @@ class WeightCache:
             self.hits += 1
             if not recomputing:
                 entry.kept.renew_if_changed(sources, frozen, whole=whole)
-            return entry.kept
+            return entry.kept, False
         self.misses += 1
         if entry is None or not entry.kept.fits(sources[0]):
             entry = self._on_device[dense] = _OnDevice(KeptQuantization(sources[0], dense=dense))
-        entry.kept.renew(sources, frozen)
+        entry.kept.renew(sources, frozen, values=values)
         entry.identities, entry.step = tuple(_Identity.of(s) for s in sources), step
         entry.scale = None if frozen is None else _Identity.of(frozen)
-        return entry.kept
+        return entry.kept, values is not None
 
     # -- both -----------------------------------------------------------------------------------------------------
 

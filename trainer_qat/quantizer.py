@@ -93,7 +93,7 @@ class WeightQuantizer:
             sources = self.sources(weight)
             if self.state.cache_mode() is CacheMode.PACKED and not _sharded(sources):
                 if KeptQuantization.available(weight):
-                    kept = self._kept(sources, dense=False, whole=True)
+                    kept = kept_on_device(self.cache, sources, self.frozen, self.name, dense=False, whole=True)
                     assert kept.packed is not None
                     return kept.packed.packed(self.name)
                 return self._kept_by_reference(sources, CacheMode.PACKED)[1]  # type: ignore[return-value]
@@ -136,17 +136,15 @@ class WeightQuantizer:
                 amax, value = self._kept_by_reference(sources, mode)
                 return amax, value.dequantize(weight.dtype) if isinstance(value, PackedTensor) else value
             if not _capturing(weight):
-                kept = self._kept(sources, dense=mode is CacheMode.DENSE, whole=whole)
-                amax = kept.amax if self.frozen is None else self.frozen.to(weight.device)
-                if kept.values is not None:
-                    return amax, kept.values
-                assert kept.packed is not None
-                return amax, kernels.dequantize_stack(kept.packed, dtype=weight.dtype)
+                if mode is CacheMode.PACKED:
+                    amax, values = dequantized_on_device(self.cache, sources, self.frozen, self.name, whole=whole)
+                else:
+                    kept = kept_on_device(self.cache, sources, self.frozen, self.name, dense=True, whole=whole)
+                    assert kept.values is not None
+                    amax, values = kept.amax, kept.values
+                return amax if self.frozen is None else self.frozen.to(weight.device), values
         amax = self.amax(weight)
         return amax, fake_quantize(weight, amax, self.name)
-
-    def _kept(self, sources: list[Tensor], *, dense: bool, whole: bool) -> KeptQuantization:
-        return kept_on_device(self.cache, sources, self.frozen, self.name, dense=dense, whole=whole)
 
     def _kept_by_reference(self, sources: list[Tensor], mode: CacheMode) -> tuple[Tensor, Tensor | PackedTensor]:
         """(amax, dequantized or packed weight) from the cache, or quantized by the reference path."""
@@ -168,13 +166,30 @@ def kept_on_device(
     cache: WeightCache, sources: list[Tensor], frozen: Tensor | None, name: str, *, dense: bool, whole: bool
 ) -> KeptQuantization:
     """The quantization that a cache keeps of sources[0] on a GPU, as it is now; NaN and Inf are watched for."""
+    frozen = None if frozen is None else frozen.to(sources[0].device)
+    kept, _ = cache.on_device(sources, frozen, dense=dense, whole=whole)
+    _watch(kept, name)
+    return kept
+
+
+def dequantized_on_device(
+    cache: WeightCache, sources: list[Tensor], frozen: Tensor | None, name: str, *, whole: bool
+) -> tuple[Tensor, Tensor]:
+    """(amax, dequantized weight, a new tensor) out of the packed form that a cache keeps; as `kept_on_device`."""
     weight = sources[0]
-    kept = cache.on_device(sources, None if frozen is None else frozen.to(weight.device), dense=dense, whole=whole)
-    if weight.is_cuda:
+    frozen = None if frozen is None else frozen.to(weight.device)
+    values = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    kept, written = cache.on_device(sources, frozen, dense=False, whole=whole, values=values)
+    _watch(kept, name)
+    assert kept.packed is not None
+    return kept.amax, values if written else kernels.dequantize_stack(kept.packed, out=values)
+
+
+def _watch(kept: KeptQuantization, name: str) -> None:
+    if kept.amax.is_cuda:
         WATCH.add(name, kept.amax)
     else:
         weight_amax(kept.amax[..., None, None], name)
-    return kept
 
 
 @torch.library.custom_op("quads::cached_weight", mutates_args=())
@@ -188,9 +203,7 @@ def cached_weight(
     cache = cache_of(handle)
     sources = [weight, *siblings]
     if cache is not None and KeptQuantization.available(weight) and not _capturing(weight):
-        kept = kept_on_device(cache, sources, frozen, name, dense=False, whole=whole)
-        assert kept.packed is not None
-        return kernels.dequantize_stack(kept.packed, dtype=weight.dtype)
+        return dequantized_on_device(cache, sources, frozen, name, whole=whole)[1]
     reference = cache is not None and not KeptQuantization.available(weight)
     value = cache.get(sources, frozen) if cache is not None and reference else None
     if isinstance(value, PackedTensor):

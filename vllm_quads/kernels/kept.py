@@ -55,10 +55,15 @@ class KeptQuantization:
         """True if this can hold the quantization of a weight of this shape, dtype and device."""
         return self._form == (weight.shape, weight.dtype, weight.device)
 
-    def renew(self, sources: Sequence[Tensor], frozen: Tensor | None = None) -> None:
-        """Quantize sources[0]; the others share its scale. frozen: amax float32 [...] to take the scale from."""
+    def renew(self, sources: Sequence[Tensor], frozen: Tensor | None = None, *, values: Tensor | None = None) -> None:
+        """Quantize sources[0]; the others share its scale.
+
+        frozen: amax float32 [...] to take the scale from. values: of a packed form the dequantized weight is written
+        there as well, in the same pass.
+        """
         self._old.zero_()
-        self._renew([w._Operand.of(s) for s in sources], frozen, guard=None)
+        outputs = self._outputs if values is None else w._Outputs.of(self.packed, values)
+        self._renew([w._Operand.of(s) for s in sources], frozen, outputs, guard=None)
         held = self.values if self.values is not None else self.packed[0]  # type: ignore[index]
         torch.autograd.graph.increment_version(held)  # a graph that saved the old values must not use the new ones
 
@@ -85,13 +90,15 @@ class KeptQuantization:
             self._triton.compare_kernel[(1,)](
                 self._sums, self._fresh, self._stale, self._amax, self._amax.numel(), first, last, num_warps=1
             )
-        self._renew(operands, frozen, guard=self._stale)
+        self._renew(operands, frozen, self._outputs, guard=self._stale)
 
-    def _renew(self, operands: Sequence[w._Operand], frozen: Tensor | None, guard: Tensor | None) -> None:
+    def _renew(
+        self, operands: Sequence[w._Operand], frozen: Tensor | None, outputs: w._Outputs, guard: Tensor | None
+    ) -> None:
         for salt, operand in enumerate(operands):
             self._checksum(operand, salt, self._sums, guard, 0, _CLASSES, amax=True)
         amax = self.amax if frozen is None else frozen
-        w._quantize(self._triton, operands[0], amax, self._outputs, guard)
+        w._quantize(self._triton, operands[0], amax, outputs, guard)
 
     def _checksum(
         self,

@@ -378,10 +378,8 @@ def _dequantize(
 
     assert target.scales is not None
     threads = 32 * _WARPS
-    tiles = -(-words // (4 * threads))
-    programs = max(1, min(tiles, -(-_programs(codes.device) // matrices)))
     with _on(codes.device):
-        dequantize_stack_kernel[(programs, matrices)](
+        dequantize_stack_kernel[(-(-words // (4 * threads)), matrices)](
             *(codes.view(torch.int32), target.scales, decode_scale, target.values, words),
             DTYPE=DTYPES[dtype],
             T=threads,
