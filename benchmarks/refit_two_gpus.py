@@ -247,7 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="+", choices=("nccl", "ipc"))
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--logs", type=Path, help="directory for the servers' logs, which are lost otherwise")
+    parser.add_argument("--keep-logs", type=Path, help="directory for the servers' logs, which are lost otherwise")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
     rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -256,7 +256,7 @@ def main() -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     if rank == 0:
-        text = json.dumps(lead(arguments.cases, arguments.layers, ranks > 1, arguments.logs), indent=1)
+        text = json.dumps(lead(arguments.cases, arguments.layers, ranks > 1, arguments.keep_logs), indent=1)
         print(text)
         if arguments.json is not None:
             arguments.json.write_text(text)
