@@ -447,6 +447,32 @@ def test_the_disk_plane_leaves_nothing_behind(tmp_path: Any) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_what_a_killed_trainer_left_behind_is_removed(tmp_path: Any) -> None:
+    """By the next trainer on the same machine; directories of the living, of other machines and of others' stay."""
+    killed, living, newer = (DiskPlane(tmp_path) for _ in range(3))
+    killed.connect(Control(), "")
+    left = killed._directory
+    assert left is not None
+    assert killed._remove is not None
+    assert killed._lock is not None
+    killed._remove.detach()
+    killed._lock.close()  # as the end of its process does
+    elsewhere, foreign = tmp_path / "quads-refit-elsewhere", tmp_path / "quads-refit-foreign"
+    elsewhere.mkdir()
+    (elsewhere / "owner").write_text("another machine")
+    foreign.mkdir()
+    living.connect(Control(), "")
+    assert not left.exists()
+    newer.connect(Control(), "")
+    assert living._directory is not None
+    assert living._directory.is_dir()
+    assert elsewhere.is_dir()
+    assert foreign.is_dir()
+    living.close()
+    newer.close()
+    assert {p.name for p in tmp_path.iterdir()} == {elsewhere.name, foreign.name}
+
+
 # -- HTTP --------------------------------------------------------------------------------------------------------------
 
 

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import shutil
 import tempfile
 import uuid
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save, save_file
@@ -18,6 +21,8 @@ from vllm_quads.nvfp4 import RefitError
 from vllm_quads.refit.remote import Control, Messenger
 
 _BUCKET = 256 * 2**20
+_PREFIX = "quads-refit-"
+_OWNER = "owner"
 
 
 class InlinePlane:
@@ -40,7 +45,10 @@ class InlinePlane:
 
 
 class DiskPlane:
-    """Tensors as safetensors files in a directory that trainer and engine both see; each file lives for one message."""
+    """Tensors as safetensors files in a directory that trainer and engine both see; each file lives for one message.
+
+    Directories that killed trainers of this user have left on this machine are removed when a new one is made.
+    """
 
     name = "disk"
 
@@ -51,6 +59,7 @@ class DiskPlane:
         self._directory: Path | None = None
         self._remove: weakref.finalize[Any, Any] | None = None
         """Removes the directory, at the latest when this object or the process ends."""
+        self._lock: IO[str] | None = None
 
     def connect(self, control: Control, instance: str) -> None:
         """Make the directory. Raises RefitError if that cannot be."""
@@ -59,9 +68,11 @@ class DiskPlane:
         try:
             if self._parent is not None:
                 self._parent.mkdir(parents=True, exist_ok=True)
-            self._directory = Path(tempfile.mkdtemp(prefix="quads-refit-", dir=self._parent))
+            _remove_abandoned(self._parent or Path(tempfile.gettempdir()))
+            self._directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))
             self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
             self._directory.chmod(0o755)  # the engine may run as another user
+            self._lock = _owned(self._directory)
         except OSError as e:
             raise RefitError(f"{self._parent}: cannot hold the tensors of a refit ({e}); name another directory") from e
 
@@ -84,7 +95,39 @@ class DiskPlane:
         """Remove the directory."""
         if self._remove is not None:
             self._remove()
-        self._directory = None
+        if self._lock is not None:
+            self._lock.close()
+        self._directory, self._lock = None, None
+
+
+def _machine() -> str:
+    """Within one boot of one kernel, locks are seen by all; elsewhere (network file systems) they may not be."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _owned(directory: Path) -> IO[str]:
+    """A locked file in the directory, whose lock ends with this process."""
+    draft = directory / f"{_OWNER}.new"
+    file = draft.open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    with contextlib.suppress(OSError):
+        file.write(_machine())
+    file.flush()
+    draft.rename(directory / _OWNER)  # not before it is locked
+    return file
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove this user's directories whose owners have died on this machine."""
+    for file in parent.glob(f"{_PREFIX}*/{_OWNER}"):
+        with contextlib.suppress(OSError):
+            if file.parent.lstat().st_uid != os.getuid():
+                continue
+            with file.open() as owner:
+                if owner.read() != _machine():
+                    continue
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the owner lives
+                shutil.rmtree(file.parent, ignore_errors=True)
 
 
 def _on_cpu(tensors: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
