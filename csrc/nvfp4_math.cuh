@@ -243,16 +243,20 @@ QUADS_HD float block_error(const float (&r)[16]) {
   return e[0];
 }
 
+// Squared error of magnitudes q at scale s, as the reference has it.
+QUADS_HD float squared_error(const float (&x)[16], const float (&q)[16], float s, float decode) {
+  float r[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) r[i] = sub_rn(magnitude(x[i]), mul_rn(mul_rn(q[i], s), decode));
+  return block_error(r);
+}
+
 // A block with one scale, as the reference has it, for any values: E2M1 magnitudes q and the squared error.
 QUADS_HD float encode_block(const float (&x)[16], const BlockScale& b, float decode, float (&q)[16]) {
   const float o = multiplier(b.d);
-  float r[16];
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    q[i] = e2m1_round_saturating(mul_rn(magnitude(x[i]), o));
-    r[i] = sub_rn(magnitude(x[i]), mul_rn(mul_rn(q[i], b.s), decode));
-  }
-  return block_error(r);
+  for (int i = 0; i < 16; ++i) q[i] = e2m1_round_saturating(mul_rn(magnitude(x[i]), o));
+  return squared_error(x, q, b.s, decode);
 }
 
 // Main quantization of a block with amax m: its scale and the E2M1 magnitudes q; signs are those of x.
@@ -267,7 +271,6 @@ template <bool FOUR>
 QUADS_HD BlockScale quantize_block(const float (&x)[16], float m, const RowScale& row, float (&q)[16]) {
   BlockScale six, four;
   const float sf = mul_rn(m, row.sixth);  // NaN and Inf fail the test
-  bool settled = false;
   if (sf >= row.least && sf <= (FOUR ? 298.0f : 460.0f)) {
     if (!FOUR) {
       six = block_scale(sf, row.decode);
@@ -291,35 +294,39 @@ QUADS_HD BlockScale quantize_block(const float (&x)[16], float m, const RowScale
     // in units of decode, which both have
     const float sum6 = add_rn(s6[0], s6[1]), sum4 = add_rn(s4[0], s4[1]);
     const float w6 = mul_rn(six.s, six.s), w4 = mul_rn(four.s, four.s);
-    const float gain = fma_rn(w4, sum4, -mul_rn(w6, sum6));  // rounding: below u (e6 + e4)
+    float gain = fma_rn(w4, sum4, -mul_rn(w6, sum6));  // rounding: below u (e6 + e4)
     const float sums = add_rn(sum6, sum4);
-    settled = magnitude(gain) > mul_rn(w4, fma_rn(sums, 1.5e-6f, mul_rn(square_root(sums), 2.0e-5f)));
-    bool take_four = gain < 0.0f;
-    if (!settled && four.s == mul_rn(six.s, 1.5f)) {
-      // Often the same values are on both grids, as where one element dominates the block: a tie then.
-      float apart = 0.0f;
+    if (!(magnitude(gain) > mul_rn(w4, fma_rn(sums, 1.5e-6f, mul_rn(square_root(sums), 2.0e-5f))))) {
+      float apart = 1.0f;
+      if (four.s == mul_rn(six.s, 1.5f)) {
+        // Often the same values are on both grids, as where one element dominates the block: a tie then.
+        float part[2] = {0.0f, 0.0f};
 #pragma unroll
-      for (int i = 0; i < 16; ++i) apart = add_rn(apart, magnitude(fma_rn(q4[i], -1.5f, q[i])));
-      settled = apart == 0.0f;
-      take_four = take_four && !settled;
+        for (int i = 0; i < 16; ++i) part[i & 1] = add_rn(part[i & 1], magnitude(fma_rn(q4[i], -1.5f, q[i])));
+        apart = add_rn(part[0], part[1]);
+      }
+      gain = 0.0f;
+      if (apart != 0.0f) gain = sub_rn(squared_error(x, q4, four.s, row.decode), squared_error(x, q, six.s, row.decode));
     }
+    const bool take_four = gain < 0.0f;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) q[i] = take_four ? q4[i] : q[i];
+    six.byte = take_four ? four.byte : six.byte;
+    six.s = take_four ? four.s : six.s;
+    six.d = take_four ? four.d : six.d;
+    return six;
+  }
+  const float any = scale_factor(m, row.sixth);
+  six = block_scale(any, row.decode);
+  const float e6 = encode_block(x, six, row.decode, q);
+  if (FOUR) {
+    four = block_scale(mul_rn(any, 1.5f), row.decode);
+    float q4[16];
+    const float e4 = encode_block(x, four, row.decode, q4);
+    const bool take_four = e4 < e6;
 #pragma unroll
     for (int i = 0; i < 16; ++i) q[i] = take_four ? q4[i] : q[i];
     if (take_four) six = four;
-  }
-  if (!settled) {
-    const float any = scale_factor(m, row.sixth);
-    six = block_scale(any, row.decode);
-    const float e6 = encode_block(x, six, row.decode, q);
-    if (FOUR) {
-      four = block_scale(mul_rn(any, 1.5f), row.decode);
-      float q4[16];
-      const float e4 = encode_block(x, four, row.decode, q4);
-      const bool take_four = e4 < e6;
-#pragma unroll
-      for (int i = 0; i < 16; ++i) q[i] = take_four ? q4[i] : q[i];
-      if (take_four) six = four;
-    }
   }
   return six;
 }

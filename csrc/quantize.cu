@@ -14,7 +14,7 @@ namespace quads {
 // Mirrored in vllm_quads/kernels/_native.py.
 struct QuantizeArgs {
   const void* x;              // [rows, ldx] bfloat16 or float16
-  const float* center;        // [K] or null
+  const float* center;        // [K] or null; by_chunk: [4][K / 16][4], the first four channels of every block, then the next
   const float* g;             // static encode global scales [groups] or null (one per row, from its amax)
   const uint8_t* mask;        // [groups, K / 16] or null: blocks whose residual is added / null
   const uint8_t* full;        // [rows / full_divisor] or null: rows that take the residual of every block
@@ -29,6 +29,7 @@ struct QuantizeArgs {
   int full_all;               // every row takes the residual of every block
   int num_appended;           // S / 16
   int swizzled;
+  int by_chunk;               // the order of `center`
 };
 
 // Mirrored in vllm_quads/kernels/_native.py.
@@ -73,7 +74,7 @@ __device__ __forceinline__ float2 unpack2<__half>(uint32_t w) {
 }
 
 template <typename T>
-__device__ __forceinline__ void unpack_block(const RawBlock& raw, bool centered, const float* center, float (&x)[16]) {
+__device__ __forceinline__ void unpack_block(const RawBlock& raw, float (&x)[16]) {
   const uint32_t words[8] = {raw.v[0].x, raw.v[0].y, raw.v[0].z, raw.v[0].w, raw.v[1].x, raw.v[1].y, raw.v[1].z, raw.v[1].w};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -81,17 +82,52 @@ __device__ __forceinline__ void unpack_block(const RawBlock& raw, bool centered,
     x[2 * i] = v.x;
     x[2 * i + 1] = v.y;
   }
-  if (centered) {
-    const float4* c = reinterpret_cast<const float4*>(center);
+}
+
+// Or the compiler unpacks again wherever it needs a value.
+__device__ __forceinline__ void keep(float (&x)[16]) {
+#ifdef __CUDA_ARCH__
+#pragma unroll
+  for (int i = 0; i < 16; ++i) asm("" : "+f"(x[i]));
+#endif
+}
+
+// The centre of a row's blocks, in either order: a warp reads `by_chunk` in whole lines.
+struct Center {
+  const float4* first;  // of the thread's first block, null: not centred
+  int block, chunk;     // steps in vectors of four channels
+  __device__ __forceinline__ Center(const QuantizeArgs& p, int lane) {
+    block = p.by_chunk ? 1 : 4;
+    chunk = p.by_chunk ? (unsigned)p.k / 16u : 1;
+    first = p.center == nullptr ? nullptr : reinterpret_cast<const float4*>(p.center) + lane * block;
+  }
+  // b: blocks behind the first one
+  __device__ __forceinline__ void subtract(int b, float (&x)[16]) const {
+    const float4* c = first + b * block;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float4 v = c[i];
+      const float4 v = c[i * chunk];
       x[4 * i] = sub_rn(x[4 * i], v.x);
       x[4 * i + 1] = sub_rn(x[4 * i + 1], v.y);
       x[4 * i + 2] = sub_rn(x[4 * i + 2], v.z);
       x[4 * i + 3] = sub_rn(x[4 * i + 3], v.w);
     }
   }
+};
+
+// max |x| of a block as it is in memory: as bit patterns of 16 bits, in which order magnitudes are (NaN last).
+template <typename T>
+__device__ __forceinline__ float raw_amax(const RawBlock& raw) {
+  const uint32_t words[8] = {raw.v[0].x, raw.v[0].y, raw.v[0].z, raw.v[0].w, raw.v[1].x, raw.v[1].y, raw.v[1].z, raw.v[1].w};
+  uint32_t m[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) m[i] = words[i] & 0x7FFF7FFFu;
+#pragma unroll
+  for (int half = 4; half >= 1; half /= 2)
+#pragma unroll
+    for (int i = 0; i < half; ++i) m[i] = __vmaxu2(m[i], m[i + half]);
+  const float2 both = unpack2<T>(m[0]);
+  return max_magnitude(both.x, both.y);
 }
 
 __device__ __forceinline__ int64_t scale_offset(int row, int column, int columns, int swizzled) {
@@ -101,7 +137,10 @@ __device__ __forceinline__ int64_t scale_offset(int row, int column, int columns
 }
 
 // Shared memory of a row in `quantize_staged_kernel`, in vectors of 16 bytes.
-__host__ __device__ __forceinline__ int staged_vectors(int blocks) { return 4 * blocks + (blocks + 3) / 4; }
+template <bool CENTERED, int TPR>
+__host__ __device__ __forceinline__ int staged_vectors(int blocks) {
+  return (blocks + TPR - 1) / TPR * TPR * (CENTERED ? 4 : 2) + (blocks + TPR - 1) / TPR * TPR / 4;
+}
 
 // max over a row's TPR threads; TPR > 32 goes through shared memory.
 template <int THREADS, int TPR>
@@ -120,22 +159,31 @@ __device__ __forceinline__ float row_max(float m) {
   return m;
 }
 
-// 16 values, with the signs of x, in FP16.
-__device__ __forceinline__ void store16(__half* target, const float (&v)[16], const float (&x)[16]) {
+// Signs of two floats, as those of two 16-bit numbers.
+__device__ __forceinline__ uint32_t two_signs(float a, float b) {
+  return __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x7632);
+}
+__device__ __forceinline__ void signs_of(const float (&x)[16], uint32_t (&signs)[8]) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) signs[j] = two_signs(x[2 * j], x[2 * j + 1]);
+}
+
+// 16 values in FP16, with the signs that are bits 15 and 31 of `signs`.
+__device__ __forceinline__ void store16(__half* target, const float (&v)[16], const uint32_t (&signs)[8]) {
   uint32_t out[8];
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     const __half2 h = __floats2half2_rn(v[2 * j], v[2 * j + 1]);
-    const uint32_t signs = __byte_perm(__float_as_uint(x[2 * j]), __float_as_uint(x[2 * j + 1]), 0x7632);
-    out[j] = *reinterpret_cast<const uint32_t*>(&h) ^ (signs & 0x80008000u);
+    out[j] = *reinterpret_cast<const uint32_t*>(&h) ^ (signs[j] & 0x80008000u);
   }
   reinterpret_cast<uint4*>(target)[0] = make_uint4(out[0], out[1], out[2], out[3]);
   reinterpret_cast<uint4*>(target)[1] = make_uint4(out[4], out[5], out[6], out[7]);
 }
 
-// Merged form of a block x with amax m.
+// Merged form of a block x with amax m; signs: those of x.
 template <bool FOUR>
-__device__ __forceinline__ void write_merged(__half* target, const RowScale& row, bool with_residual, const float (&x)[16], float m) {
+__device__ __forceinline__ void write_merged(__half* target, const RowScale& row, bool with_residual, const float (&x)[16], float m,
+                                             const uint32_t (&signs)[8]) {
   float q[16], v[16];
   const BlockScale s = quantize_block<FOUR>(x, m, row, q);
   if (with_residual) {
@@ -149,7 +197,13 @@ __device__ __forceinline__ void write_merged(__half* target, const RowScale& row
 #pragma unroll
     for (int j = 0; j < 16; ++j) v[j] = mul_rn(q[j], s.s);
   }
-  store16(target, v, x);
+  store16(target, v, signs);
+}
+template <bool FOUR>
+__device__ __forceinline__ void write_merged(__half* target, const RowScale& row, bool with_residual, const float (&x)[16], float m) {
+  uint32_t signs[8];
+  signs_of(x, signs);
+  write_merged<FOUR>(target, row, with_residual, x, m, signs);
 }
 
 // Packed form: block i of a row, made from x (with amax m) or, behind the input's blocks, from its residual.
@@ -180,10 +234,16 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& p, int first_r
   const int index = TPR == THREADS ? first_row : first_row + threadIdx.x / TPR;
   const int blocks = (unsigned)p.k / 16u;
   const bool inside = TPR == THREADS || index < p.rows;
+  const T* x = static_cast<const T*>(p.x) + (int64_t)index * p.ldx + 16 * lane;
+  RawBlock raw[KEPT];
+  if (HOLD > 0 && inside) {  // before anything that takes a look at the row's group, which would be waited for
+#pragma unroll
+    for (int j = 0; j < KEPT; ++j)
+      if (lane + j * TPR < blocks) raw[j] = load_raw<T>(x + j * TPR * 16);
+  }
   const int group = !inside ? -1 : p.group != nullptr ? p.group[index] : 0;
   const bool active = group >= 0, centered = p.center != nullptr;
-  const T* x = static_cast<const T*>(p.x) + (int64_t)index * p.ldx + 16 * lane;
-  const float* center = p.center + 16 * lane;
+  const Center center(p, lane);
   bool full = p.full_all;
   if (active && p.full != nullptr) full |= p.full[index / p.full_divisor] != 0;
   const uint8_t* mask = !PACKED && !full && p.mask != nullptr ? p.mask + (int64_t)group * blocks + lane : nullptr;
@@ -193,24 +253,20 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& p, int first_r
   float m = 0.0f;
   if (active) {
     if (HOLD > 0) {
-      RawBlock raw[KEPT];
 #pragma unroll
       for (int j = 0; j < KEPT; ++j)
         if (lane + j * TPR < blocks) {
-          raw[j] = load_raw<T>(x + j * TPR * 16);
           chosen[j] = full || (mask != nullptr && mask[j * TPR] != 0);
-        }
-#pragma unroll
-      for (int j = 0; j < KEPT; ++j)
-        if (lane + j * TPR < blocks) {
-          unpack_block<T>(raw[j], centered, center + j * TPR * 16, v[j]);
+          unpack_block<T>(raw[j], v[j]);
+          if (centered) center.subtract(j * TPR, v[j]);
           own[j] = amax16(v[j]);
           m = max_magnitude(m, own[j]);
         }
     } else if (p.g == nullptr) {
 #pragma unroll 4
       for (int b = lane; b < blocks; b += TPR) {
-        unpack_block<T>(load_raw<T>(x + 16 * (b - lane)), centered, center + 16 * (b - lane), v[0]);
+        unpack_block<T>(load_raw<T>(x + 16 * (b - lane)), v[0]);
+        if (centered) center.subtract(b - lane, v[0]);
         m = max_magnitude(m, amax16(v[0]));
       }
     }
@@ -236,7 +292,8 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& p, int first_r
 #pragma unroll 1
     for (int i = HOLD > 0 ? blocks + lane : lane; i < (PACKED ? blocks + p.num_appended : blocks); i += TPR) {
       const int b = (PACKED && i >= blocks ? p.appended[i - blocks] : i) - lane;
-      unpack_block<T>(load_raw<T>(x + 16 * b), centered, center + 16 * b, v[0]);
+      unpack_block<T>(load_raw<T>(x + 16 * b), v[0]);
+      if (centered) center.subtract(b, v[0]);
       if (PACKED)
         write_packed<FOUR>(p, row, index, i, v[0], amax16(v[0]));
       else
@@ -258,11 +315,13 @@ __global__ void __launch_bounds__(THREADS, 65536 / REGISTERS / THREADS) quantize
   quantize_rows<T, FOUR, PACKED, THREADS, TPR, HOLD>(p, blockIdx.x * (THREADS / TPR));
 }
 
-// Many rows, merged form: the same in fewer instructions. A thread takes several blocks of a row, and what it has unpacked and
-// centred waits in shared memory (blocks x 4 vectors of 16 bytes, then the blocks' amax) for the row's amax. Only the loop's
-// body is unrolled, or the instruction cache would be too small.
-template <typename T, bool FOUR, int THREADS, int TPR, int REGISTERS>
+// Many rows, merged form: the same in fewer instructions. A thread takes several blocks of a row, and what it has read waits in
+// shared memory for the row's amax, centred in FP32 or else as it is: for each of the thread's blocks its vectors, then its amax.
+// No thread reads what another has written. Only the loop's body is unrolled, or the instruction cache would be too small.
+template <typename T, bool FOUR, bool CENTERED, int THREADS, int TPR, int REGISTERS>
 __global__ void __launch_bounds__(THREADS, 65536 / REGISTERS / THREADS) quantize_staged_kernel(const QuantizeArgs p) {
+  constexpr int V = CENTERED ? 4 : 2;
+  constexpr int AHEAD = CENTERED ? 2 : 4;  // loads in flight, in blocks
   grid_dependency_launch();
   grid_dependency_wait();
   extern __shared__ float4 staged[];
@@ -271,57 +330,105 @@ __global__ void __launch_bounds__(THREADS, 65536 / REGISTERS / THREADS) quantize
   const int index = blockIdx.x * (THREADS / TPR) + slot;
   const int blocks = (unsigned)p.k / 16u;
   const int group = index >= p.rows ? -1 : p.group != nullptr ? p.group[index] : 0;
-  const bool active = group >= 0, centered = p.center != nullptr;
-  bool full = p.full_all;
-  if (active && p.full != nullptr) full |= p.full[index / p.full_divisor] != 0;
-  const uint8_t* mask = !full && p.mask != nullptr ? p.mask + (int64_t)group * blocks : nullptr;
-  float4* const mine = staged + slot * staged_vectors(blocks);
-  float* const amaxes = reinterpret_cast<float*>(mine + 4 * blocks);
+  const bool active = group >= 0;
+  float4* const vectors = staged + slot * staged_vectors<CENTERED, TPR>(blocks) + lane;
+  float* const amaxes = reinterpret_cast<float*>(vectors - lane + (blocks + TPR - 1) / TPR * TPR * V) + lane;
 
   float m = 0.0f;
   if (active) {
-    const T* x = static_cast<const T*>(p.x) + (int64_t)index * p.ldx;
+    const T* x = static_cast<const T*>(p.x) + (int64_t)index * p.ldx + 16 * lane;
+    const int step = p.by_chunk ? 1 : 4, chunk = p.by_chunk ? blocks : 1;
+    const float4* c[4];
+    if (CENTERED)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) c[i] = reinterpret_cast<const float4*>(p.center) + lane * step + i * chunk;
+    float4* to = vectors;
+    float* to_amax = amaxes;
 #pragma unroll 1
-    for (int first = lane; first < blocks; first += 4 * TPR) {
-      RawBlock raw[4];
+    for (int left = blocks - lane; left > 0; left -= AHEAD * TPR) {
+      RawBlock raw[AHEAD];
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        if (first + j * TPR < blocks) raw[j] = load_raw<T>(x + 16 * (first + j * TPR));
+      for (int j = 0; j < AHEAD; ++j)
+        if (j * TPR < left) raw[j] = load_raw<T>(x + j * TPR * 16);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int b = first + j * TPR;
-        if (b >= blocks) break;
-        float v[16];
-        unpack_block<T>(raw[j], centered, p.center + 16 * b, v);
-        const float own = amax16(v);
+      for (int j = 0; j < AHEAD; ++j) {
+        if (j * TPR >= left) break;
+        float own;
+        if constexpr (CENTERED) {
+          float v[16];
+          unpack_block<T>(raw[j], v);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float4 f = c[i][j * TPR * step];
+            v[4 * i] = sub_rn(v[4 * i], f.x), v[4 * i + 1] = sub_rn(v[4 * i + 1], f.y);
+            v[4 * i + 2] = sub_rn(v[4 * i + 2], f.z), v[4 * i + 3] = sub_rn(v[4 * i + 3], f.w);
+            to[(V * j + i) * TPR] = make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+          }
+          own = amax16(v);
+        } else {
+          own = raw_amax<T>(raw[j]);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) *reinterpret_cast<uint4*>(to + (V * j + i) * TPR) = raw[j].v[i];
+        }
         m = max_magnitude(m, own);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) mine[c * blocks + b] = make_float4(v[4 * c], v[4 * c + 1], v[4 * c + 2], v[4 * c + 3]);
-        amaxes[b] = own;
+        to_amax[j * TPR] = own;
       }
+      x += AHEAD * TPR * 16;
+      to += AHEAD * V * TPR;
+      to_amax += AHEAD * TPR;
+      if (CENTERED)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) c[i] += AHEAD * TPR * step;
     }
   }
   if (p.g == nullptr) m = row_max<THREADS, TPR>(m);
   if (!active) return;
   const RowScale row = row_scale(p.g != nullptr ? p.g[group] : encode_scale(m, FOUR ? kRangeFourOverSix : kRangeMaxToSix));
   if (lane == 0) p.decode[index] = row.decode;
-  __half* const merged = p.merged + (int64_t)index * p.ldm;
+  __half* merged = p.merged + (int64_t)index * p.ldm + 16 * lane;
+  bool full = p.full_all;
+  if (p.full != nullptr) full |= p.full[index / p.full_divisor] != 0;
+  const uint8_t* mask = !full && p.mask != nullptr ? p.mask + (int64_t)group * blocks + lane : nullptr;
+  const float4* from = vectors;
+  const float* from_amax = amaxes;
+  int left = blocks - lane;
 #pragma unroll 1
-  for (int b = lane; b < blocks; b += TPR) {
-    const bool with_residual = full || (mask != nullptr && mask[b] != 0);
-    float v[16];
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const float4 four = mine[c * blocks + b];
-      v[4 * c] = four.x, v[4 * c + 1] = four.y, v[4 * c + 2] = four.z, v[4 * c + 3] = four.w;
+  for (; left > 0; left -= TPR) {
+    bool with_residual = full;
+    if (mask != nullptr) {
+      with_residual = *mask != 0;
+      mask += TPR;
     }
-    write_merged<FOUR>(merged + 16 * b, row, with_residual, v, amaxes[b]);
+    float v[16];
+    uint32_t signs[8];
+    if constexpr (CENTERED) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float4 four = from[i * TPR];
+        v[4 * i] = four.x, v[4 * i + 1] = four.y, v[4 * i + 2] = four.z, v[4 * i + 3] = four.w;
+      }
+      write_merged<FOUR>(merged, row, with_residual, v, *from_amax);
+    } else {
+      RawBlock raw;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) raw.v[i] = *reinterpret_cast<const uint4*>(from + i * TPR);
+      unpack_block<T>(raw, v);
+      keep(v);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        signs[4 * i] = raw.v[i].x, signs[4 * i + 1] = raw.v[i].y, signs[4 * i + 2] = raw.v[i].z, signs[4 * i + 3] = raw.v[i].w;
+      write_merged<FOUR>(merged, row, with_residual, v, *from_amax, signs);
+    }
+    merged += 16 * TPR;
+    from += V * TPR;
+    from_amax += TPR;
   }
-  if (p.ldm != p.k)  // padding
+  if (p.ldm != p.k)  // padding; the thread's next block is the first behind the row's
 #pragma unroll 1
-    for (int b = blocks + lane; b < p.ldm / 16; b += TPR) {
-      uint4* out = reinterpret_cast<uint4*>(merged + 16 * b);
+    for (int rest = left + (p.ldm - p.k) / 16; rest > 0; rest -= TPR) {
+      uint4* out = reinterpret_cast<uint4*>(merged);
       out[0] = out[1] = make_uint4(0, 0, 0, 0);
+      merged += 16 * TPR;
     }
 }
 
@@ -329,23 +436,23 @@ __global__ void __launch_bounds__(THREADS, 65536 / REGISTERS / THREADS) quantize
 // expert depends on the run; no result does, since a pair's arithmetic does not depend on its place in a segment.
 
 constexpr int kPairsPerBlock = 2048;
-constexpr int kBatch = kPairsPerBlock / kThreads;  // of one thread
 
-// Local experts of this thread's pairs base + j * kThreads (all loads in flight at once), written to pair_expert.
-__device__ __forceinline__ void load_experts(const AlignArgs& p, int base, int (&e)[kBatch]) {
+// Local experts of this thread's pairs base + j * THREADS (all loads in flight at once), written to pair_expert.
+template <int THREADS>
+__device__ __forceinline__ void load_experts(const AlignArgs& p, int base, int (&e)[kPairsPerBlock / THREADS]) {
 #pragma unroll
-  for (int j = 0; j < kBatch; ++j) {
-    const int i = base + j * kThreads;
+  for (int j = 0; j < kPairsPerBlock / THREADS; ++j) {
+    const int i = base + j * THREADS;
     e[j] = i < p.pairs ? p.ids[(int64_t)i * p.id_stride] : -1;
     if (e[j] >= p.global_experts) e[j] = -1;
   }
   if (p.expert_map != nullptr) {
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) e[j] = e[j] < 0 ? -1 : p.expert_map[e[j]];
+    for (int j = 0; j < kPairsPerBlock / THREADS; ++j) e[j] = e[j] < 0 ? -1 : p.expert_map[e[j]];
   }
 #pragma unroll
-  for (int j = 0; j < kBatch; ++j) {
-    const int i = base + j * kThreads;
+  for (int j = 0; j < kPairsPerBlock / THREADS; ++j) {
+    const int i = base + j * THREADS;
     if (e[j] < 0 || e[j] >= p.local_experts) e[j] = -1;
     if (i < p.pairs) p.pair_expert[i] = e[j];
   }
@@ -383,29 +490,31 @@ __device__ __forceinline__ void scan_experts(const AlignArgs& p, const int* coun
 }
 
 // All of it in one block, for up to kPairsPerBlock pairs; with more, the first of two passes: experts, ranks, histograms.
+template <int THREADS>
 __device__ __forceinline__ void align_pairs(const AlignArgs& p) {
+  constexpr int kBatch = kPairsPerBlock / THREADS;  // of one thread
   __shared__ int count[kMaxExperts];
   __shared__ int start[kMaxExperts];
-  for (int e = threadIdx.x; e < p.local_experts; e += kThreads) count[e] = 0;
+  for (int e = threadIdx.x; e < p.local_experts; e += THREADS) count[e] = 0;
   int e[kBatch], rank[kBatch];
   const int base = blockIdx.x * kPairsPerBlock + threadIdx.x;
-  load_experts(p, base, e);
+  load_experts<THREADS>(p, base, e);
   __syncthreads();
 #pragma unroll
   for (int j = 0; j < kBatch; ++j) rank[j] = e[j] >= 0 ? atomicAdd(&count[e[j]], 1) : 0;
   __syncthreads();
   if (p.blocks > 1) {
-    for (int i = threadIdx.x; i < p.local_experts; i += kThreads) p.histogram[blockIdx.x * p.local_experts + i] = count[i];
+    for (int i = threadIdx.x; i < p.local_experts; i += THREADS) p.histogram[blockIdx.x * p.local_experts + i] = count[i];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j)
-      if (e[j] >= 0) p.rank[base + j * kThreads] = rank[j];
+      if (e[j] >= 0) p.rank[base + j * THREADS] = rank[j];
     return;
   }
   if (threadIdx.x < 32) scan_experts(p, count, start, true);
   __syncthreads();
 #pragma unroll
   for (int j = 0; j < kBatch; ++j)
-    if (e[j] >= 0) p.sorted[start[e[j]] + rank[j]] = base + j * kThreads;
+    if (e[j] >= 0) p.sorted[start[e[j]] + rank[j]] = base + j * THREADS;
 }
 
 // Second pass with several blocks.
@@ -428,7 +537,7 @@ __global__ void __launch_bounds__(kThreads) scatter_kernel(const AlignArgs p) {
   if (threadIdx.x < 32) scan_experts(p, count, start, blockIdx.x == 0);
   __syncthreads();
 #pragma unroll
-  for (int j = 0; j < kBatch; ++j) {
+  for (int j = 0; j < kPairsPerBlock / kThreads; ++j) {
     const int i = blockIdx.x * kPairsPerBlock + threadIdx.x + j * kThreads;
     if (i >= p.pairs) break;
     const int e = p.pair_expert[i];
@@ -437,14 +546,14 @@ __global__ void __launch_bounds__(kThreads) scatter_kernel(const AlignArgs p) {
 }
 
 // Grouping (the first blocks) and quantization of the layer's input (the others) in one launch.
-template <typename T, bool FOUR, int TPR, int HOLD>
-__global__ void __launch_bounds__(kThreads, 65536 / kRegisters / kThreads) prologue_kernel(const AlignArgs a, const QuantizeArgs p) {
+template <typename T, bool FOUR, int THREADS, int TPR, int HOLD, int REGISTERS>
+__global__ void __launch_bounds__(THREADS, 65536 / REGISTERS / THREADS) prologue_kernel(const AlignArgs a, const QuantizeArgs p) {
   grid_dependency_launch();
   grid_dependency_wait();
   if ((int)blockIdx.x < a.blocks)
-    align_pairs(a);
+    align_pairs<THREADS>(a);
   else
-    quantize_rows<T, FOUR, false, kThreads, TPR, HOLD>(p, (blockIdx.x - a.blocks) * (kThreads / TPR));
+    quantize_rows<T, FOUR, false, THREADS, TPR, HOLD>(p, (blockIdx.x - a.blocks) * (THREADS / TPR));
 }
 
 template <typename T>
@@ -486,14 +595,14 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const In* y, const int* p
   }
 }
 
-// Calls f<TPR, HOLD>(): as many threads as a row has blocks, up to kThreads. COARSE: fewer kernels to compile.
+// Calls f<TPR, HOLD>(): as many threads as a row has blocks, if there are no more than 512. COARSE: fewer kernels to compile.
 template <bool COARSE, typename F>
 int for_row(int k, F f) {
   const int blocks = k / 16;
   if constexpr (!COARSE) {
     if (blocks <= 16) return f.template operator()<16, 1>();
     if (blocks <= 256 && blocks > 128) return f.template operator()<256, 1>();
-    if (blocks <= 512 && blocks > 256) return f.template operator()<256, 2>();
+    if (blocks <= 512 && blocks > 256) return f.template operator()<512, 1>();
   }
   if (blocks <= 32) return f.template operator()<32, 1>();
   if (blocks <= 64) return f.template operator()<64, 1>();
@@ -508,30 +617,35 @@ int launch_rows(const QuantizeArgs& p, cudaStream_t s) {
                 0, s, p);
 }
 
-template <typename T, bool FOUR, int THREADS, int TPR>
+template <typename T, bool FOUR, bool CENTERED, int THREADS, int TPR>
 int launch_staged(const QuantizeArgs& p, cudaStream_t s) {
-  constexpr auto kernel = quantize_staged_kernel<T, FOUR, THREADS, TPR, kRegisters>;
+  constexpr auto kernel = quantize_staged_kernel<T, FOUR, CENTERED, THREADS, TPR, kRegisters>;
   constexpr int rows = THREADS / TPR;
   const cudaError_t e = allow_shared_memory<kernel>(kMostShared);
   if (e != cudaSuccess) return e;
-  return launch(kernel, dim3((p.rows + rows - 1) / rows), dim3(THREADS), rows * staged_vectors(p.k / 16) * 16, s, p);
+  const int shared = rows * staged_vectors<CENTERED, TPR>(p.k / 16) * 16;
+  return launch(kernel, dim3((p.rows + rows - 1) / rows), dim3(THREADS), shared, s, p);
 }
 
 // From this many blocks on every multiprocessor is busy with several blocks a thread, which share the work of their row.
 constexpr int64_t kManyBlocks = 262144;
+constexpr int kLongestStaged = 3072;  // blocks of a row
 
-bool is_many(const QuantizeArgs& p) {
-  return (int64_t)p.rows * (p.k / 16) >= kManyBlocks && staged_vectors(p.k / 16) * 16 <= kMostShared;
+bool is_many(const QuantizeArgs& p) { return (int64_t)p.rows * (p.k / 16) >= kManyBlocks && p.k / 16 <= kLongestStaged; }
+
+// Threads of a row: with three to eight blocks each.
+template <typename T, bool FOUR, bool CENTERED>
+int launch_many(const QuantizeArgs& p, cudaStream_t s) {
+  const int blocks = p.k / 16;
+  if (blocks <= 64) return launch_staged<T, FOUR, CENTERED, 128, 16>(p, s);
+  if (blocks <= 128) return launch_staged<T, FOUR, CENTERED, 128, 32>(p, s);
+  if (blocks <= 256) return launch_staged<T, FOUR, CENTERED, 128, 64>(p, s);
+  return launch_staged<T, FOUR, CENTERED, 128, 128>(p, s);
 }
 
 template <typename T, bool FOUR>
 int launch_many(const QuantizeArgs& p, cudaStream_t s) {
-  const int blocks = p.k / 16;
-  if (blocks <= 64) return launch_staged<T, FOUR, 128, 16>(p, s);
-  if (blocks <= 128) return launch_rows<T, FOUR, false, 64, 64, 2, kRegisters>(p, s);
-  if (blocks <= 256) return launch_staged<T, FOUR, 128, 64>(p, s);
-  if (blocks <= 512) return launch_staged<T, FOUR, 128, 128>(p, s);
-  return launch_staged<T, FOUR, 256, 256>(p, s);
+  return p.center != nullptr ? launch_many<T, FOUR, true>(p, s) : launch_many<T, FOUR, false>(p, s);
 }
 
 template <typename T, bool FOUR, bool PACKED>
@@ -540,7 +654,7 @@ struct LaunchQuantize {
   cudaStream_t s;
   template <int TPR, int HOLD>
   int operator()() const {
-    return launch_rows<T, FOUR, PACKED, TPR <= 128 ? 128 : kThreads, TPR, HOLD, HOLD == 1 ? 64 : kRegisters>(p, s);
+    return launch_rows<T, FOUR, PACKED, TPR <= 128 ? 128 : TPR, TPR, HOLD, HOLD == 1 ? 64 : kRegisters>(p, s);
   }
 };
 
@@ -551,8 +665,9 @@ struct LaunchPrologue {
   cudaStream_t s;
   template <int TPR, int HOLD>
   int operator()() const {
-    const dim3 grid(a.blocks + (p.rows + kThreads / TPR - 1) / (kThreads / TPR));
-    return launch(prologue_kernel<T, FOUR, TPR, HOLD>, grid, dim3(kThreads), 0, s, a, p);
+    constexpr int threads = (TPR > kThreads ? TPR : kThreads), rows = threads / TPR;
+    const dim3 grid(a.blocks + (p.rows + rows - 1) / rows);
+    return launch(prologue_kernel<T, FOUR, threads, TPR, HOLD, (TPR > kThreads ? 64 : kRegisters)>, grid, dim3(threads), 0, s, a, p);
   }
 };
 

@@ -24,6 +24,7 @@ from vllm_quads.compensation import SiteStatistics, quantize_with_residual
 from vllm_quads.compensation.forms import merged
 from vllm_quads.compensation.linear import quantization_error
 from vllm_quads.kernels._native import AlignArgs, KernelError, QuantizeArgs, find_nvcc, source_directory
+from vllm_quads.kernels.layout import by_chunk
 from vllm_quads.kernels.statistics import SiteArgs, StatisticsArgs
 from vllm_quads.nvfp4 import BlockScaleRule, unswizzle
 from vllm_quads.nvfp4.swizzle import padded_shape
@@ -107,13 +108,16 @@ def test_merged_form(
     full = torch.rand(m, generator=gen) < 0.3
     pad = 64 if k % 128 else 0
     for use_center, g in ((False, None), (True, torch.tensor([3.0, 700.0, 51.7]))):
-        at = {"center": center if use_center else None, "g": g, "group": group}
-        c = quantize_with_residual(x, rule=rule, center=at["center"], g=None if g is None else g[group.long()][:, None])
+        used = center if use_center else None
+        at = {"center": used, "g": g, "group": group}
+        c = quantize_with_residual(x, rule=rule, center=used, g=None if g is None else g[group.long()][:, None])
         for extra, blocks in (
             ({"mask": mask, "full": full}, mask[group.long()] | full[:, None]),
             ({"full_all": 1}, None),
         ):
-            args, values, decode = args_of(x, pad, **at, **extra)
+            if use_center and "full_all" in extra:
+                extra |= {"center": by_chunk(center), "by_chunk": 1}
+            args, values, decode = args_of(x, pad, **(at | extra))
             launch(native[rows], args, dtype, rule)
             assert torch.equal(decode, c.main.decode_scale.expand(m, 1)[:, 0])
             torch.testing.assert_close(values[:, :k], merged(c, blocks), rtol=0, atol=0, equal_nan=True)

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from vllm_quads.compensation.forms import merged, quantize_with_residual
 from vllm_quads.kernels import MoECompensation, PreparedMoE, Tuning, prepare_moe_weights, quads_moe
-from vllm_quads.kernels.layout import arrange, arrange_into, arranged_shape, gate_up_order, pair_order, unarrange
+from vllm_quads.kernels.layout import (
+    arrange,
+    arrange_into,
+    arranged_shape,
+    by_chunk,
+    gate_up_order,
+    pair_order,
+    unarrange,
+)
 from vllm_quads.kernels.plan import Gemm
 from vllm_quads.kernels.quantize import quantize_merged, quantize_packed
 from vllm_quads.nvfp4 import BlockScaleRule, PackedTensor, unswizzle
@@ -68,7 +76,8 @@ def test_merged_quantization_is_bit_identical(m: int, k: int, dtype: torch.dtype
             mask=mask.cuda(),
             group=group.cuda(),
             full=full.cuda(),
-            center=center.cuda() if use_center else None,
+            center=by_chunk(center).cuda() if use_center else None,
+            center_by_chunk=True,
             g=None if g is None else g.cuda(),
         )
         assert torch.equal(got.decode_scale.cpu(), c.main.decode_scale.expand(m, 1)[:, 0])
@@ -245,10 +254,12 @@ def case(
     x = activations(tokens, hidden, torch.bfloat16, tokens).cuda()
     weights, ids = routing(tokens, experts, top_k, tokens)
     gen = torch.Generator(device="cuda").manual_seed(5)
+    center = torch.randn(hidden, device="cuda", generator=gen) * 0.02
     c = MoECompensation(
         mask13=torch.rand(1, hidden // 16, device="cuda", generator=gen) < 0.25,
         mask2=torch.rand(experts, intermediate // 16, device="cuda", generator=gen) < 0.25,
-        center13=torch.randn(hidden, device="cuda", generator=gen) * 0.02,
+        center13=center,
+        center13_by_chunk=by_chunk(center),
         bias13=torch.randn(experts, 2 * intermediate, device="cuda", generator=gen) * 0.1,
         full=torch.rand(tokens, device="cuda", generator=gen) < 0.5,
     )

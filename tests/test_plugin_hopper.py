@@ -58,6 +58,9 @@ def test_kernels_get_global_ids_and_buffers_that_stay(monkeypatch: pytest.Monkey
     assert compensation.full_all
     assert compensation.center13.data_ptr() == request.w13_site.center.data_ptr()
     assert compensation.bias13.data_ptr() == first["compensation"].bias13.data_ptr()
+    by_chunk = compensation.center13_by_chunk
+    assert by_chunk.data_ptr() == first["compensation"].center13_by_chunk.data_ptr()
+    assert torch.equal(by_chunk.view(4, -1, 4).transpose(0, 1).reshape(-1), request.w13_site.center)
     assert first["moe"].w13.data_ptr() == second["moe"].w13.data_ptr()
     reference = TorchExperts()
     reference.prepare(layer.w13, layer.w2, request.w13_site, request.w2_site)

@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm_quads.compensation import SiteStatistics, experts_forward, prepare_experts, quantize_with_residual
 from vllm_quads.compensation.linear import quantization_error
 from vllm_quads.compensation.statistics import RING_ROWS
-from vllm_quads.kernels import prepare_moe_weights, quads_moe
+from vllm_quads.kernels import MoECompensation, prepare_moe_weights, quads_moe
 from vllm_quads.kernels.linear import prepare_linear, quads_linear
 from vllm_quads.kernels.quantize import quantize_merged
 from vllm_quads.kernels.statistics import Gathering, gather_statistics
@@ -137,8 +137,9 @@ def test_a_layer_gathers_both_sites(tokens: int) -> None:
     )  # fmt: skip
     gathering = Gathering(*got, valid=torch.tensor([count], dtype=torch.int32, device="cuda"))
     quads_moe(
-        x, prepare_moe_weights(*packed[0], *packed[1]), weights, ids.int(), four_over_six=True, statistics=gathering
-    )
+        x, prepare_moe_weights(*packed[0], *packed[1]), weights, ids.int(), four_over_six=True, statistics=gathering,
+        compensation=MoECompensation(full_all=True),
+    )  # fmt: skip
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a.tokens, b.tokens)
     assert torch.equal(got[0].ring, want[0].ring)

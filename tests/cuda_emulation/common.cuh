@@ -20,12 +20,14 @@
 #undef __device__
 #undef __host__
 #undef __forceinline__
+#undef __noinline__
 #undef __shared__
 #undef __launch_bounds__
 #define __global__
 #define __device__
 #define __host__
 #define __forceinline__ inline
+#define __noinline__
 #define __shared__ static  // of its kernel instance: blocks run one after the other
 #define __launch_bounds__(...)
 #define cudaGetErrorString(code) "error"
@@ -99,6 +101,8 @@ T atomicOr(T* target, T value) {
 }
 template <typename T>
 T __ldcs(const T* at) { return *at; }
+template <typename T>
+T __ldg(const T* at) { return *at; }
 inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned n) { return n ? high << n | low >> (32 - n) : high; }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   unsigned char bytes[8];
@@ -107,6 +111,10 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   unsigned result = 0;
   for (int i = 0; i < 4; ++i) result |= (unsigned)bytes[(selector >> (4 * i)) & 7] << (8 * i);
   return result;
+}
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+  const unsigned high = (a >> 16) > (b >> 16) ? a : b, low = (a & 0xFFFFu) > (b & 0xFFFFu) ? a : b;
+  return (high & 0xFFFF0000u) | (low & 0xFFFFu);
 }
 inline unsigned __float_as_uint(float f) {
   unsigned u;

@@ -14,6 +14,7 @@ from vllm_quads.bench import tables
 from vllm_quads.bench.shapes import MoEShape
 from vllm_quads.compensation import merged, quantize_with_residual
 from vllm_quads.kernels import MoECompensation, PreparedMoE, prepare_moe_weights, quads_moe
+from vllm_quads.kernels.layout import by_chunk
 from vllm_quads.nvfp4 import BlockScaleRule, PackedTensor
 
 DISTINCT = 4
@@ -83,6 +84,7 @@ class RandomLayer:
             mask13=_blocks(1, hidden // 16, variant.ratio, gen) if partial else None,
             mask2=_blocks(experts, intermediate // 16, variant.ratio, gen) if partial else None,
             center13=center if variant.centering else None,
+            center13_by_chunk=by_chunk(center) if variant.centering else None,
             bias13=bias if variant.centering else None,
             full_all=variant.ratio >= 1.0,
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 from vllm_quads.bench import environment, floors
 from vllm_quads.bench.result import Result, Series
 from vllm_quads.bench.timing import copy_bandwidth, interleaved_us
+from vllm_quads.kernels.layout import by_chunk
 from vllm_quads.kernels.quantize import quantize_merged, quantize_packed
 from vllm_quads.nvfp4.errors import QuadsError
 from vllm_quads.nvfp4.formats import check_k
@@ -41,7 +42,7 @@ class _State:
 
     def __init__(self, rows: int, k: int) -> None:
         gen = torch.Generator(device="cuda").manual_seed(k)
-        self.center = torch.randn(k, device="cuda", generator=gen) * 0.01
+        self.center = by_chunk(torch.randn(k, device="cuda", generator=gen) * 0.01)
         blocks = torch.randperm(k // 16, device="cuda", generator=gen)[: max(1, k // 64)].sort().values
         self.blocks = blocks.to(torch.int32)
         self.mask = torch.zeros(1, k // 16, dtype=torch.bool, device="cuda")
@@ -60,12 +61,12 @@ KERNELS = (
     Kernel("merged, 4/6", lambda x, s: quantize_merged(x, four_over_six=True), floors.quantize_bytes),
     Kernel(
         "merged, 4/6 + centring, residual 25 %",
-        lambda x, s: quantize_merged(x, four_over_six=True, center=s.center, mask=s.mask),
+        lambda x, s: quantize_merged(x, four_over_six=True, center=s.center, center_by_chunk=True, mask=s.mask),
         floors.quantize_bytes,
     ),
     Kernel(
         "merged, 4/6 + centring, residual 100 % (default contract)",
-        lambda x, s: quantize_merged(x, four_over_six=True, center=s.center, full_all=True),
+        lambda x, s: quantize_merged(x, four_over_six=True, center=s.center, center_by_chunk=True, full_all=True),
         floors.quantize_bytes,
     ),
     Kernel(

@@ -24,6 +24,8 @@ class Operand:
     """How rows become a merged operand; see `quantize.quantize_merged`."""
 
     center: Tensor | None = None
+    center_by_chunk: Tensor | None = None
+    """The same vector in the order of `layout.by_chunk`, which is faster to read."""
     g: Tensor | None = None
     mask: Tensor | None = None
     full: Tensor | None = None
@@ -36,7 +38,7 @@ class Operand:
         """Arguments for x [M, K] to the FP16 operand [M, padded K] and its decode scales float32 [M]."""
         return QuantizeArgs(
             x=x.data_ptr(),
-            center=_native.pointer(self.center),
+            center=_native.pointer(self.center if self.center_by_chunk is None else self.center_by_chunk),
             g=_native.pointer(self.g),
             mask=_native.pointer(self.mask),
             full=_native.pointer(self.full),
@@ -49,6 +51,7 @@ class Operand:
             ldm=operand.stride(0),
             full_divisor=self.full_divisor,
             full_all=self.full_all,
+            by_chunk=self.center_by_chunk is not None,
         )
 
     def quantize(self, x: Tensor, operand: Tensor, decode: Tensor, four_over_six: bool) -> None:

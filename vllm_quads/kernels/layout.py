@@ -282,3 +282,10 @@ def _signed(word: int) -> int:
 
 def _as_int32(x: Tensor) -> Tensor:
     return torch.where(x >= 1 << 31, x - (1 << 32), x).to(torch.int32)
+
+
+def by_chunk(vector: Tensor, out: Tensor | None = None) -> Tensor:
+    """A centring vector [K] in the order in which quantization reads it: channels 0-3 of every 16-channel block, then
+    4-7, 8-11 and 12-15. `out`: where it goes, so that captured graphs see it."""
+    ordered = vector.view(-1, 4, 4).transpose(0, 1).reshape(-1)
+    return ordered if out is None else out.copy_(ordered)

@@ -46,6 +46,8 @@ class LinearCompensation:
     """bool or uint8 [K / 16]: blocks of the input whose residual is added."""
     center: Tensor | None = None
     """float32 [K]: subtracted from the input before it is quantized."""
+    center_by_chunk: Tensor | None = None
+    """float32 [K]: center once more, in the order of `layout.by_chunk`: optional, faster to read."""
     bias: Tensor | None = None
     """float32 [N]: added to the output (W @ center, the layer's own bias, or their sum)."""
     full: Tensor | None = None
@@ -118,7 +120,7 @@ def quads_linear(
     decode = torch.empty(tokens, dtype=torch.float32, device=x.device)
     c = compensation
     if quantized:
-        how = Operand(center=c.center, g=g, mask=c.mask, full=c.full, full_all=c.full_all)
+        how = Operand(c.center, c.center_by_chunk, g=g, mask=c.mask, full=c.full, full_all=c.full_all)
         how.quantize(x, operand, decode, four_over_six)
     else:
         cast_rows(x, operand, decode)

@@ -86,6 +86,8 @@ class MoECompensation:
     """float32 [H]: subtracted from w13's input before it is quantized."""
     bias13: Tensor | None = None
     """float32 [E, 2I]: W13 @ center13 (gate rows, then up rows); given together with center13."""
+    center13_by_chunk: Tensor | None = None
+    """float32 [H]: center13 once more, in the order of `layout.by_chunk`: optional, faster to read."""
     full: Tensor | None = None
     """bool or uint8 [M]: tokens that get the residual of every block (the rows form)."""
     full_all: bool = False
@@ -258,7 +260,7 @@ def quads_moe(
     decode1, decode2 = decode[:tokens], decode[tokens:]
     quantize1 = QuantizeArgs(rows=0, k=BLOCK_SIZE)
     if quantized:
-        how = Operand(center=c.center13, g=g13, mask=c.mask13, full=c.full, full_all=c.full_all)
+        how = Operand(c.center13, c.center13_by_chunk, g=g13, mask=c.mask13, full=c.full, full_all=c.full_all)
         quantize1 = how.args(x, operand1, decode1)
     _native.check(
         lib.quads_prologue(ctypes.byref(align), ctypes.byref(quantize1), dtype, four, stream),

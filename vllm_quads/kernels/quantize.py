@@ -45,13 +45,15 @@ def quantize_merged(
     full: Tensor | None = None,
     full_all: bool = False,
     center: Tensor | None = None,
+    center_by_chunk: bool = False,
     g: Tensor | None = None,
 ) -> Merged:
     """Q(x) + scatter(Q(x - Q(x))), bit-identical to `compensation.forms.merged` in FP16.
 
     x: bfloat16 or float16 [M, K], contiguous rows. mask: bool [G, K/16], blocks that get the residual; group: int32
     [M], the row's entry of mask and g (None: 0; negative rows are skipped); full: bool [M], rows that get every block's
-    residual. center: float32 [K]. g: float32 [G] static encode global scales, None means one per row.
+    residual. center: float32 [K], in the order of `layout.by_chunk` with center_by_chunk (faster). g: float32 [G]
+    static encode global scales, None means one per row.
     """
     _check(x)
     m, k = x.shape
@@ -72,6 +74,7 @@ def quantize_merged(
         ldm=k,
         full_divisor=1,
         full_all=full_all,
+        by_chunk=center_by_chunk,
     )
     _launch(args, x, four_over_six, packed=False)
     return Merged(values, decode)

@@ -19,7 +19,8 @@ from torch import Tensor
 from vllm_quads.compensation import SiteState
 from vllm_quads.compensation.experts import prepare_experts
 from vllm_quads.kernels import MoECompensation, PreparedMoE, prepare_moe_weights, quads_moe
-from vllm_quads.kernels.layout import arrange_into, unarrange
+from vllm_quads.kernels.install import install_packed, install_quantized
+from vllm_quads.kernels.layout import by_chunk, unarrange
 from vllm_quads.kernels.linear import LinearCompensation, PreparedLinear, prepare_linear, quads_linear
 from vllm_quads.kernels.statistics import Gathering
 from vllm_quads.kernels.weights import QuantizedStack, dequantize_stack
@@ -28,6 +29,8 @@ from vllm_quads.plugin.backends import (
     ExpertsRequest,
     LinearRequest,
     Packed,
+    Receipt,
+    ShardPlace,
     TorchLinear,
     channel_scales,
     reference_experts,
@@ -45,6 +48,7 @@ class HopperExperts:
     def __init__(self) -> None:
         self._moe: PreparedMoE | None = None
         self._bias13: Tensor | None = None
+        self._center13: Tensor | None = None
         self._is_centered = False
 
     def prepare(
@@ -59,17 +63,22 @@ class HopperExperts:
         if centered or self._bias13 is None or self._is_centered:
             bias = self._bias(w13_site.center) if centered else self._zero_bias()
             self._bias13 = bias if self._bias13 is None else self._bias13.copy_(bias)
+            self._center13 = by_chunk(w13_site.center, self._center13)
             self._is_centered = centered
 
     def forget(self) -> None:
         self._is_centered = True  # a bias of zeros has to be written, too
 
-    def install(self, prefix: str, codes: Tensor, scales: Tensor) -> None:
-        moe = self._moe
-        assert moe is not None
-        gate_up = prefix == "w13_"
+    def install(
+        self, prefix: str, weights: QuantizedStack | Tensor, amax: Tensor | None, receipt: Receipt, place: ShardPlace
+    ) -> None:
+        out, gate_up, sinks = self.stored(prefix), prefix == "w13_", vars(receipt) | place._asdict()
         with torch.inference_mode():  # as `prepare` is run
-            arrange_into(codes, scales, moe.w13 if gate_up else moe.w2, gate_up=gate_up)
+            if isinstance(weights, Tensor):
+                assert amax is not None
+                install_quantized(weights, amax, out, gate_up=gate_up, **sinks)
+            else:
+                install_packed(weights, out, gate_up=gate_up, **sinks)
 
     def packed(self, prefix: str) -> tuple[Tensor, Tensor]:
         return self._read(prefix, slice(None))
@@ -136,6 +145,7 @@ class HopperExperts:
             mask13=w13.blocks[0] if blocks else None,
             mask2=w2.blocks if blocks else None,
             center13=w13.center if centered else None,
+            center13_by_chunk=self._center13 if centered else None,
             bias13=self._bias13 if centered else None,
             full_all=form in (Form.ROWS, Form.AUTO),
         )
@@ -149,6 +159,7 @@ class HopperLinear:
     def __init__(self) -> None:
         self._linear: PreparedLinear | None = None
         self._bias: Tensor | None = None
+        self._center: Tensor | None = None
         self._parts: list[PackedTensor] = []
 
     def prepare(self, parts: list[PackedTensor], site: SiteState, *, centered: bool = True) -> None:
@@ -161,6 +172,7 @@ class HopperLinear:
         rows = [(p.scaled() @ site.center) * p.decode_scale for p in parts] if centered else [_zeros(codes)]
         bias = torch.cat(rows)
         self._bias = bias if self._bias is None else self._bias.copy_(bias)
+        self._center = by_chunk(site.center, self._center)
 
     def forget(self) -> None:
         if self._linear is not None:
@@ -190,6 +202,7 @@ class HopperLinear:
         return LinearCompensation(
             mask=site.blocks[0] if form is Form.BLOCKS and contract.compensation.ratio > 0 else None,
             center=site.center if centered else None,
+            center_by_chunk=self._center if centered else None,
             bias=self._bias if centered else None,
             full_all=form in (Form.ROWS, Form.AUTO),
         )
