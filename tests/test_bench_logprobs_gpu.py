@@ -22,21 +22,28 @@ def _missing() -> str:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(bool(_missing()), reason=_missing())
-def test_drift_of_quads_between_cpu_and_gpu_is_that_of_bf16(tmp_path: Path) -> None:
-    """With the residual in every row, KL and mean gap between CPU and GPU stay within 4 times those of plain BF16.
+def test_drift_between_cpu_and_gpu_is_what_the_arms_make_of_bf16_s(tmp_path: Path) -> None:
+    """KL and mean gap between CPU and GPU exceed BF16's by no more than those of a nudge do, up to half as much again.
 
-    On 12 of the model's layers an H200 showed 2.7 and 1.8 times; plain W4A4, whose codes flip undone, over 100 times.
+    A nudge moves a few activations by one BF16 value on the GPU alone: what an arm makes of that, it makes of the
+    different summation orders of two machines.
     """
-    from vllm_quads.bench.logprobs import BF16, ROWS, Recording, run_logprobs
+    from vllm_quads.bench.logprobs import BF16, ROWS, W4A4, Recording, nudged_name, run_logprobs
     from vllm_quads.smollm2_moe import build_smollm2_moe
 
     model = build_smollm2_moe(tmp_path / "smollm2-moe")
-    result = run_logprobs(model, Recording.load(RECORDED))
-    drift, own = (result.get(f"{arm}, here against there") for arm in (BF16, ROWS))
-    assert drift is not None
-    assert own is not None
-    assert own.values[0] <= 4 * drift.values[0]
-    assert own.values[1] <= 4 * drift.values[1]
+    result = run_logprobs(model, Recording.load(RECORDED), nudge=0.03)
+
+    def values(name: str) -> dict[int, float]:
+        found = result.get(name)
+        assert found is not None
+        return found.values
+
+    drift, nudged = values(f"{BF16}, here against there"), values(nudged_name(BF16))
+    for arm in (ROWS, W4A4):
+        own, amplified = values(f"{arm}, here against there"), values(nudged_name(arm))
+        for column in (0, 1):  # KL, mean gap
+            assert own[column] / drift[column] <= 1.5 * amplified[column] / nudged[column], (arm, column)
 
 
 def test_the_recording_is_of_this_schema() -> None:
