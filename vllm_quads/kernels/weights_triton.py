@@ -238,9 +238,13 @@ def checksum_kernel(
     best = tl.zeros((BLOCKS, 8), tl.int32)
     origin = matrix * 0x05EBCA6B + salt
     tiles = _tiles(blocks, guard, BLOCKS, GUARDED)
-    for c in range(first, last):
+    # As a rule a program has tiles of one class only, for a sum over its threads takes as long as some tiles.
+    classes = last - first
+    own, group = tl.program_id(0) % classes, tl.program_id(0) // classes
+    groups = tl.cdiv(tl.num_programs(0) - own, classes)
+    for c in range(first + own, last, tl.num_programs(0)):
         total = tl.zeros((BLOCKS, 8), tl.int64)
-        for tile in range(c + 16 * tl.program_id(0), tiles, 16 * tl.num_programs(0)):
+        for tile in range(c + 16 * group, tiles, 16 * groups):
             block = tile * BLOCKS + lane
             at = _place(block, per_row, x_row, 8, FLAT)[:, None] + j
             words = tl.load(x + at, mask=(block < blocks)[:, None], other=0)
