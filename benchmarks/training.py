@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from trainer_qat.bench import Arm, StepBench, layers_that_fit, modelopt_formula, modelopt_kernel, ratios
+from trainer_qat.bench import Arm, StepBench, layers_that_fit, modelopt_formula, modelopt_kernel, ratios, verl_kernel
 from trainer_qat.cache import CacheMode
 from vllm_quads.bench import environment
 from vllm_quads.bench.result import Result, Series
@@ -30,6 +30,7 @@ BASELINE = "BF16"
 _START = time.monotonic()
 PEERS = {
     "ModelOpt's Triton kernel, per expert": modelopt_kernel(),
+    "verl's Triton kernel, per expert": verl_kernel(),
     "ModelOpt's formula in torch, per expert": modelopt_formula,
 }
 
@@ -165,7 +166,7 @@ def main() -> None:
         table.add(count, arms_of(bench, args.steps))
         table.save()
         if i == 0 and not args.no_peers:
-            table.add(count, peers_of(bench, 1))
+            table.add(count, peers_of(bench, 2))
             table.save()
     if ranks > 1:
         torch.distributed.destroy_process_group()

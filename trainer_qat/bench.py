@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,8 +46,8 @@ QWEN3_30B_A3B: dict[str, Any] = {
 _LAYERS, _VOCABULARY = 48, 151936
 """Of the real model; the bench's vocabulary shrinks with its number of layers, so that the head's share is the same."""
 
-MatrixQuantizer = Callable[[Tensor], Tensor]
-"""Fake quantization of one expert's matrix [N, K], as other trainers do it."""
+MatrixQuantizer = Callable[[Tensor, Tensor], Tensor]
+"""Fake quantization of one expert's matrix [N, K] with its amax float32 [], as other trainers do it."""
 
 
 @dataclass
@@ -166,12 +168,21 @@ class StepBench:
 
     @contextlib.contextmanager
     def per_expert(self, quantize: MatrixQuantizer) -> Iterator[None]:
-        """Within, every expert's matrix is fake-quantized by itself in a Python loop, in every forward pass."""
+        """Within, every expert's matrix is fake-quantized by itself in a Python loop, in every forward pass.
+
+        Its amax is that of the first pass, which is as cheap as ModelOpt's calibrated one and cheaper than verl's,
+        which is renewed each step. The results are gathered, so that both sides multiply with grouped_mm.
+        """
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        kept: dict[int, tuple[Tensor, ...]] = {}
 
         def stack(weight: Tensor) -> Tensor:
             with torch.no_grad():
-                quantized = torch.stack([quantize(matrix) for matrix in weight.detach()])
+                if weight.data_ptr() not in kept:
+                    kept[weight.data_ptr()] = weight.detach().abs().amax(dim=(1, 2)).float().unbind()
+                pairs = zip(weight.detach().unbind(), kept[weight.data_ptr()], strict=True)
+                quantized = torch.stack([quantize(matrix, amax) for matrix, amax in pairs])
             result: Tensor = StraightThrough.apply(weight, quantized)
             return result
 
@@ -192,14 +203,14 @@ class StepBench:
                 config._experts_implementation_internal = "grouped_mm"
 
 
-def modelopt_formula(matrix: Tensor) -> Tensor:
+def modelopt_formula(matrix: Tensor, amax: Tensor) -> Tensor:
     """NVIDIA ModelOpt's NVFP4 fake quantization of a matrix [N, K] in torch operations.
 
     Formula of its Triton kernel (`fp4_kernel_hopper.py`, 0.47): block scale e4m3(min(m / (6 ws2), 448)) * ws2 with
     ws2 = amax / 2688, 1 where that is under 1e-5.
     """
     x = matrix.float().unflatten(-1, (-1, 16))
-    ws2 = matrix.abs().amax().float() / 2688.0
+    ws2 = amax / 2688.0
     scale = (x.abs().amax(dim=-1, keepdim=True) / (6.0 * ws2)).clamp(max=448.0).to(torch.float8_e4m3fn).float() * ws2
     scale = torch.where(scale < 1e-5, 1.0, scale)
     y = (x / scale).clamp(-6.0, 6.0)
@@ -214,7 +225,25 @@ def modelopt_kernel() -> MatrixQuantizer | None:
         from modelopt.torch.kernels.quantization.gemm.fp4_kernel_hopper import fp4_fake_quant_block
     except ImportError:
         return None
-    return lambda matrix: fp4_fake_quant_block(matrix, matrix.abs().amax())
+    kernel: MatrixQuantizer = fp4_fake_quant_block
+    return kernel
+
+
+def verl_kernel() -> MatrixQuantizer | None:
+    """verl's own Triton kernel for one matrix (`verl/utils/qat/linear.py`), if the package is installed.
+
+    Only that file is loaded: the package itself asks for ray and more.
+    """
+    package = importlib.util.find_spec("verl")
+    for folder in (package and package.submodule_search_locations) or ():
+        file = Path(folder) / "utils" / "qat" / "linear.py"
+        spec = importlib.util.spec_from_file_location("quads_bench_verl", file)
+        if file.is_file() and spec is not None and spec.loader is not None:
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            kernel: MatrixQuantizer = module.fp4_fake_quant_weight
+            return kernel
+    return None
 
 
 def layers_that_fit(free_bytes: int, tokens: int) -> int:
