@@ -4,6 +4,8 @@
     python benchmarks/refit_two_gpus.py nccl       # trainer on GPU 0, server on GPU 1, tensors by NCCL
     python benchmarks/refit_two_gpus.py ipc        # trainer on GPU 0, tensor-parallel server on both, CUDA IPC
     torchrun --nproc-per-node 2 benchmarks/refit_two_gpus.py nccl ipc     # the second with an FSDP2 trainer on both
+    NCCL_MULTI_RANK_GPU_ENABLE=1 python benchmarks/refit_two_gpus.py nccl-tp     # trainer on GPU 0, tensor-parallel
+        # server on both, tensors by NCCL: trainer and a worker share a GPU, which NCCL allows from 2.30 on
 
 The model has the layer shapes of Qwen3-30B-A3B with random weights and fewer layers (`--layers`). The server starts
 with dummy weights. Policies A, B and A again are pushed, packed and as BF16; the trainer's fingerprint is over whole
@@ -214,18 +216,18 @@ def lead(cases: list[str], layers: int, sharded: bool, logs: Path | None) -> dic
         prepare(directory, layers)
         starting = {
             case: stack.enter_context(
-                serve(directory, logs, case, "1" if case == "nccl" else "0,1", PARALLEL * (case == "ipc"))
+                serve(directory, logs, case, "1" if case == "nccl" else "0,1", [] if case == "nccl" else PARALLEL)
             )
             for case in cases
         }
         try:
-            if "nccl" in cases:
+            for case in [c for c in cases if c != "ipc"]:
                 model = build(layers, device, shard=False)
                 say("model built")
-                url = starting["nccl"]()
-                say("server on GPU 1 ready")
-                results["nccl"] = measure(model, url, "nccl")
-                say("nccl", json.dumps(results["nccl"]))
+                url = starting[case]()
+                say("server ready")
+                results[case] = measure(model, url, "nccl")
+                say(case, json.dumps(results[case]))
                 del model
             if "ipc" in cases:
                 if sharded:
@@ -245,7 +247,7 @@ def lead(cases: list[str], layers: int, sharded: bool, logs: Path | None) -> dic
 def main() -> None:
     """Run the cases and print their results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="+", choices=("nccl", "ipc"))
+    parser.add_argument("cases", nargs="+", choices=("nccl", "nccl-tp", "ipc"))
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--keep-logs", type=Path, help="directory for the servers' logs, which are lost otherwise")
     parser.add_argument("--json", type=Path, help="also write the results to this file")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from plugin_helpers import scores
 from serving_helpers import manifest, train, trainer
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("vllm")
 
@@ -179,18 +179,44 @@ def test_a_trainer_that_was_given_up_does_not_write_into_the_next_push(shared: t
 
 
 def test_while_asleep_at_level_2_nothing_is_answered(shared: tuple[Any, Any]) -> None:
-    """The engine refuses a request until the next push, even where (as on a CPU) the memory was never given back."""
+    """The engine refuses a request until the next push, which brings back all that was in the memory of the weights."""
     llm, model = shared
     sync = RolloutSync(model, LlmEngine(llm))
     sync.push()
     values, rollout = scores(llm), sync.engine
     assert isinstance(rollout, LlmEngine)
     rollout._ask("before_sleep")
+
+    def lose(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.data.reshape(-1).view(torch.uint8).fill_(0x5A)
+
+    llm.apply_model(lose)
     assert rollout.status().state.value == "refusing"
     assert "level 2" in rollout.status().reason
     sync.push()
     assert rollout.status().state.value == "serving"
     assert scores(llm) == values
+
+
+@pytest.mark.parametrize("option", ["data_parallel_size", "pipeline_parallel_size"])
+def test_what_a_refit_cannot_reach_is_refused_by_name(option: str, shared: tuple[Any, Any]) -> None:
+    """Replicas behind one address and pipeline stages: the push says which option it was, and what to do."""
+    llm, model = shared
+    sync = RolloutSync(model, LlmEngine(llm))
+    before = as_engine(llm).fingerprint()
+
+    def set_size(worker: Any, size: int) -> None:
+        engine = worker.weight_transfer_engine
+        sizes = {"data_parallel_size": 1, "pipeline_parallel_size": 1, option: size}
+        engine.parallel_config = SimpleNamespace(**sizes)
+
+    llm.collective_rpc(set_size, args=(2,))
+    with pytest.raises(RefitError, match=rf"{option}=2: .*; the previous weights keep serving"):
+        sync.push()
+    llm.collective_rpc(set_size, args=(1,))
+    assert as_engine(llm).fingerprint() == before
+    sync.push()
 
 
 @pytest.mark.parametrize(
