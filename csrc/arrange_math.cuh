@@ -13,41 +13,26 @@
 
 namespace quads {
 
-// A packed byte (two codes, low nibble = even k) as an A fragment register before its scale: magnitudes at bits 11..9 and
-// 27..25, signs at 15 and 31.
-QUADS_ARRANGE uint32_t spread_byte(uint32_t c) {
-  return (c & 0x07u) << 9 | (c & 0x08u) << 12 | (c & 0x70u) << 21 | (c & 0x80u) << 24;
+// Four A fragment registers before their scales (magnitudes at bits 11..9 and 27..25, signs at 15 and 31) to packed bytes: two codes,
+// low nibble = even k.
+QUADS_ARRANGE uint32_t gather_four(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
+#ifdef __CUDA_ARCH__
+  const uint32_t p = __byte_perm(a0, a1, 0x7351), q = __byte_perm(a2, a3, 0x7351);
+  const uint32_t low = __byte_perm(p, q, 0x5410), high = __byte_perm(p, q, 0x7632);
+#else
+  const uint32_t a[4] = {a0, a1, a2, a3};
+  uint32_t low = 0, high = 0;
+  for (int i = 0; i < 4; ++i) low |= (a[i] >> 8 & 0xFFu) << 8 * i, high |= a[i] >> 24 << 8 * i;
+#endif
+  // magnitudes at bits 3..1 of a byte, the sign at bit 7
+  constexpr uint32_t each = 0x01010101u;
+  const uint32_t lower = (low >> 1 & 7u * each) | (low >> 4 & 8u * each), upper = (high << 3 & 0x70u * each) | (high & 0x80u * each);
+  return lower | upper;
 }
 
-QUADS_ARRANGE uint32_t gather_byte(uint32_t a) {
-  return (a >> 9 & 0x07u) | (a >> 12 & 0x08u) | (a >> 21 & 0x70u) | (a >> 24 & 0x80u);
-}
-
-// The word w with a0 = (w ^ w >> 3) & M, a1 = (w ^ w << 2) & M, a2 = (w << 6) & M, a3 = (w << 9) & M, M = 0x8E008E00: a2 and a3
-// give 16 bits outright, a0 and a1 the others one after the other.
-QUADS_ARRANGE uint32_t encode_word(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
-  constexpr uint32_t b9 = 0x02000200u, b10 = 0x04000400u, b11 = 0x08000800u, b15 = 0x80008000u;
-  uint32_t w = a2 >> 6 | a3 >> 9;              // bits 0..6 and 9 of each half
-  const uint32_t top = (a0 ^ w >> 3) & b15;    // 15 (of the upper half: bit 34 is 0)
-  const uint32_t nine = (a1 ^ w) & b9;
-  w |= top | nine >> 2;                        // 7
-  w |= ((a0 ^ w) & b9) << 3;                   // 12
-  w |= ((a1 ^ w) & b15) >> 2;                  // 13
-  w |= (a0 ^ w >> 3) & b10;                    // 10
-  w |= ((a1 ^ w) & b10) >> 2;                  // 8
-  w |= (a1 ^ w << 2) & b11;                    // 11
-  w |= ((a0 ^ w) & b11) << 3;                  // 14
-  return w;
-}
-
-QUADS_ARRANGE void decode_bits(uint32_t w, uint32_t (&a)[4]) {
-  constexpr uint32_t M = 0x8E008E00u;
-  a[0] = (w ^ w >> 3) & M;
-  a[1] = (w ^ w << 2) & M;
-  a[2] = w << 6 & M;
-  a[3] = w << 9 & M;
-}
-
+// A word w with a0 = (w ^ w >> 3) & M, a1 = (w ^ w << 2) & M, a2 = (w << 6) & M, a3 = (w << 9) & M, M = 0x8E008E00, is linear over
+// GF(2) in the codes: a2 and a3 give 16 bits outright, a0 and a1 the others one after the other.
+//
 // One half (16 bits) of four words at once: the byte i of a0..a3 has a nibble of register 0..3 of word i in its low bits (what is in
 // the high bits does not count); byte i of `low` and `high` are bits 0..7 and 8..15 of that half. `carry`: bit 2 of its bytes is what
 // crosses into bit 15 from the upper half (register 3's), 0 where there is none. Bits of a half, of codes m0 m1 m2 s:
@@ -68,7 +53,7 @@ QUADS_ARRANGE void encode_halves(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t
   high = (top & 0xD0u * each) ^ signs ^ chain ^ (left & 0x0Cu * each) ^ (right & each);
 }
 
-// Bytes of registers a0..a3 of four words, byte i of each belonging to word i, to the words: encode_word of spread bytes.
+// Bytes of registers a0..a3 of four words, byte i of each belonging to word i, to the words.
 QUADS_ARRANGE void encode_four(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t (&words)[4]) {
   uint32_t b[4];
   const uint32_t h0 = a0 >> 4, h1 = a1 >> 4, h2 = a2 >> 4, h3 = a3 >> 4;
@@ -89,6 +74,38 @@ QUADS_ARRANGE void encode_four(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a
 #endif
 }
 
+// The way back from one half of four words (bits 0..7 and 8..15, word i at byte i): nibbles of registers 0..3 in the low bits of bytes.
+QUADS_ARRANGE void decode_halves(uint32_t low, uint32_t high, uint32_t carry, uint32_t (&nibbles)[4]) {
+  constexpr uint32_t each = 0x01010101u, magnitude = 7u * each, sign = 8u * each;
+  const uint32_t z = high ^ (high << 2 & ~(3u * each));
+  nibbles[0] = ((high ^ (high >> 3 & 0x1Fu * each)) >> 1 & magnitude) | ((high >> 4 ^ carry << 1) & sign);
+  nibbles[1] = (z >> 1 & 6u * each) | (z >> 4 & sign) | ((high >> 1 ^ low >> 7) & each);
+  nibbles[2] = (low >> 3 & magnitude) | (high << 2 & sign);
+  nibbles[3] = (low & magnitude) | (low >> 3 & sign);
+}
+
+// The inverse of encode_four.
+QUADS_ARRANGE void decode_four(const uint32_t (&words)[4], uint32_t (&a)[4]) {
+  uint32_t b[4];
+#ifdef __CUDA_ARCH__
+  const uint32_t p = __byte_perm(words[0], words[1], 0x5140), q = __byte_perm(words[2], words[3], 0x5140);
+  const uint32_t r = __byte_perm(words[0], words[1], 0x7362), s = __byte_perm(words[2], words[3], 0x7362);
+  b[0] = __byte_perm(p, q, 0x5410);
+  b[1] = __byte_perm(p, q, 0x7632);
+  b[2] = __byte_perm(r, s, 0x5410);
+  b[3] = __byte_perm(r, s, 0x7632);
+#else
+  for (int j = 0; j < 4; ++j) {
+    b[j] = 0;
+    for (int i = 0; i < 4; ++i) b[j] |= (words[i] >> 8 * j & 0xFFu) << 8 * i;
+  }
+#endif
+  uint32_t low[4], high[4];
+  decode_halves(b[0], b[1], b[2], low);
+  decode_halves(b[2], b[3], 0u, high);
+  for (int i = 0; i < 4; ++i) a[i] = low[i] | high[i] << 4;
+}
+
 constexpr uint32_t kNanE5M3 = 0xFFu;
 
 // E4M3 without its sign to the upper 8 bits of the same value in FP16 without its sign, NaN to NaN; and back.
@@ -105,10 +122,7 @@ QUADS_ARRANGE uint32_t e4m3_from_e5m3(uint32_t raw) {
   return raw == 0u ? 0u : raw == 48u ? 1u : raw < 64u ? (raw - 48u) / 4u : 4u + (raw - 64u) / 2u;
 }
 
-// Scales of k-steps (even, odd) of rows g and g + 8 as one word, and back.
-QUADS_ARRANGE uint32_t encode_scales(uint32_t even_low, uint32_t even_high, uint32_t odd_low, uint32_t odd_high) {
-  return even_low << 7 | even_high << 23 | odd_low >> 1 | (odd_low & 1u) << 31 | odd_high >> 1 << 16 | (odd_high & 1u) << 15;
-}
+// One scale word: rows g and g + 8 of its even k-step, then of its odd one.
 QUADS_ARRANGE void decode_scale_word(uint32_t w, uint32_t (&s)[4]) {
   s[0] = w >> 7 & 0xFFu;
   s[1] = w >> 23 & 0xFFu;
@@ -128,8 +142,19 @@ QUADS_ARRANGE uint32_t e5m3_four(uint32_t codes) {
   return c + 0x40404040u;
 }
 
+// e4m3_from_e5m3 of four bytes.
+QUADS_ARRANGE uint32_t e4m3_four(uint32_t raw) {
+  const uint32_t least = (raw | ((raw & 0x7F7F7F7Fu) + 0x38383838u)) & 0x80808080u, most = raw & raw << 1 & 0x80808080u;
+  if (least != 0x80808080u || most != 0) {  // not all of 72 .. 191: rare
+    uint32_t out = 0;
+    for (int i = 0; i < 32; i += 8) out |= e4m3_from_e5m3(raw >> i & 0xFFu) << i;
+    return out;
+  }
+  return raw - 0x40404040u;
+}
+
 // True if one of four block scales is NaN or negative.
-QUADS_ARRANGE bool bad_scales(uint32_t codes) { return ((codes & 0x7F7F7F7Fu) + 0x01010101u | codes) & 0x80808080u; }
+QUADS_ARRANGE bool bad_scales(uint32_t codes) { return (((codes & 0x7F7F7F7Fu) + 0x01010101u) | codes) & 0x80808080u; }
 
 // Both scale words of a K block, from the E5M3 bytes of k-steps 0..3 of rows g and g + 8.
 QUADS_ARRANGE void encode_scales_of_block(uint32_t low, uint32_t high, uint32_t (&words)[2]) {

@@ -9,6 +9,7 @@
 #include "common.cuh"
 #include "digest_math.cuh"
 #include "nvfp4_math.cuh"
+#include "transpose.cuh"
 #include "weights.cuh"
 
 namespace quads {
@@ -17,7 +18,7 @@ namespace quads {
 struct InstallArgs {
   const uint8_t* source;    // codes [E, P, rows, k / 2], or BF16 weights [E, P, rows, k]
   const uint8_t* scales;    // [E, P, rows, k / 16] E4M3; null where BF16 weights are quantized
-  const float* scalars;     // [E, P]: decode scales; of BF16 weights their amax
+  const float* scalars;     // [E, P]: decode scales (or null); of BF16 weights their amax
   uint8_t* blocks;          // [E, row_tiles * kblocks, 2304]
   float* decode;            // [E, P] or null: decode scales are written here
   uint64_t* digests;        // [E, P] or null: digests are added here
@@ -37,14 +38,6 @@ namespace {
 constexpr int kMaxShared = 200 * 1024;
 enum : int { kBadScale = 1, kBadGlobal = 2, kBadAmax = 4 };
 
-// Lane t of four holds bytes 0..3 of x; afterwards it holds byte t of lanes 0..3.
-__device__ __forceinline__ uint32_t transposed(uint32_t x, uint32_t first, uint32_t second) {
-  uint32_t y = __shfl_xor_sync(0xFFFFFFFFu, x, 1);
-  x = __byte_perm(x, y, first);
-  y = __shfl_xor_sync(0xFFFFFFFFu, x, 2);
-  return __byte_perm(x, y, second);
-}
-
 __device__ __forceinline__ uint64_t warp_sum(uint64_t x) {
 #pragma unroll
   for (int mask = 16; mask >= 1; mask >>= 1) {
@@ -55,8 +48,7 @@ __device__ __forceinline__ uint64_t warp_sum(uint64_t x) {
 }
 
 // Four scales at `at`, as far as the row has them.
-__device__ __forceinline__ uint32_t load_scales(const uint8_t* at, int steps, bool aligned) {
-  if (aligned) return steps >= 4 ? __ldcs(reinterpret_cast<const uint32_t*>(at)) : 0u;
+__device__ __forceinline__ uint32_t load_scales(const uint8_t* at, int steps) {
   uint32_t s = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i)
@@ -64,20 +56,66 @@ __device__ __forceinline__ uint32_t load_scales(const uint8_t* at, int steps, bo
   return s;
 }
 
-// A block of 16 BF16 weights, quantized: two words of codes, and the scale's byte.
-__device__ __forceinline__ uint32_t quantize_codes(const uint4 (&raw)[2], const RowScale& scale, uint32_t (&words)[2]) {
-  const uint32_t pairs[8] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w, raw[1].x, raw[1].y, raw[1].z, raw[1].w};
-  float x[16], q[16];
+struct Block {
+  uint4 raw[2];  // 16 BF16 weights
+};
+
+__device__ __forceinline__ Block load_block(const uint8_t* at, bool inside) {
+  if (!inside) return {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
+  return {__ldcs(reinterpret_cast<const uint4*>(at)), __ldcs(reinterpret_cast<const uint4*>(at) + 1)};
+}
+
+__device__ __forceinline__ void unpack(const Block& block, uint32_t (&pairs)[8], float (&x)[16]) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) x[2 * i] = from_bits(pairs[i] << 16), x[2 * i + 1] = from_bits(pairs[i] & 0xFFFF0000u);
+  for (int i = 0; i < 8; ++i) {
+    pairs[i] = word_of(block.raw[i / 4], i % 4);
+    x[2 * i] = from_bits(pairs[i] << 16);
+    x[2 * i + 1] = from_bits(pairs[i] & 0xFFFF0000u);
+  }
+}
+
+// Codes of a block, and its scale's byte.
+struct Quantized {
+  uint2 codes;
+  uint32_t scale;
+};
+
+// Any block. Rarely needed, so it is not to take room among the instructions of those that are.
+__device__ __noinline__ Quantized quantize_any(Block block, RowScale scale) {
+  uint32_t pairs[8], words[2];
+  float x[16], q[16];
+  unpack(block, pairs, x);
   const float m = amax16(x);
-  const BlockScale b = quantize_block<false>(x, m, scale, q);
+  const BlockScale own = quantize_block<false>(x, m, scale, q);
   block_codes(q, x, !(m > 0.0f), words);
-  return b.byte;
+  return {make_uint2(words[0], words[1]), own.byte};
+}
+
+// e2m1_round of a, both times 2^-14: what FP16 holds as a code with its magnitude at bits 11..9, subnormal 0.5 included.
+__device__ __forceinline__ float round_scaled(float a) {
+  const float m = fmaxf(a, 1.5f / kDecodeFactor);
+  const float rest = fma_rn(m, 4194304.0f, -a);
+  return fma_rn(m, 4194304.0f, -rest);
+}
+
+__device__ __forceinline__ Quantized quantize_codes(const Block& block, const RowScale& scale) {
+  uint32_t pairs[8];
+  float x[16];
+  unpack(block, pairs, x);
+  const float sf = mul_rn(amax16(x), scale.sixth);
+  if (!(sf >= scale.least && sf <= 460.0f)) return quantize_any(block, scale);  // NaN and Inf too
+  const BlockScale own = block_scale(sf, scale.decode);
+  const float o = mul_rn(reciprocal(own.d), 1.0f / kDecodeFactor);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float low = round_scaled(mul_rn(magnitude(x[2 * i]), o)), high = round_scaled(mul_rn(magnitude(x[2 * i + 1]), o));
+    pairs[i] = h2_bits(__floats2half2_rn(low, high)) | (pairs[i] & 0x80008000u);
+  }
+  return {make_uint2(gather_four(pairs[0], pairs[1], pairs[2], pairs[3]), gather_four(pairs[4], pairs[5], pairs[6], pairs[7])), own.byte};
 }
 
 template <bool QUANTIZE, bool DIGEST>
-__global__ void __launch_bounds__(128, QUANTIZE ? 5 : 6) install_kernel(const InstallArgs p, int bricks) {
+__global__ void __launch_bounds__(128, QUANTIZE ? 4 : 6) install_kernel(const InstallArgs p, int bricks) {
   extern __shared__ uint64_t column_weights[];  // of codes [kblocks * 8], of scales [kblocks * 4]; 0 beyond K
   const int threads = blockDim.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = threads / 32, g = lane >> 2, t = lane & 3;
   const int total_steps = p.k / 16, quads = p.kblocks / 4;
@@ -96,10 +134,10 @@ __global__ void __launch_bounds__(128, QUANTIZE ? 5 : 6) install_kernel(const In
   const int items = p.row_tiles * 4 / bricks;  // of an expert
   const int expert = blockIdx.x / items, first_brick = blockIdx.x % items * bricks;
   const int parts = p.gate_up ? 2 : 1;
-  const bool aligned = p.k % 64 == 0 && (p.scale_stride[0] | p.scale_stride[1] | p.scale_stride[2] | (int64_t)p.scales) % 4 == 0;
+  const bool fits = p.k == p.kblocks * 64 && ((p.scale_stride[0] | p.scale_stride[1] | p.scale_stride[2] | (int64_t)p.scales) & 3) == 0;
   const uint8_t* const source = p.source + expert * p.source_stride[0];
   const uint8_t* const scales = QUANTIZE ? nullptr : p.scales + expert * p.scale_stride[0];
-  const uint32_t first_half = t & 1 ? 0x3715 : 0x6240, second_half = t & 2 ? 0x3276 : 0x5410;
+  const ByteTranspose transposed(t);
   int bad = 0;
 
   RowScale row_scales[2];
@@ -135,41 +173,50 @@ __global__ void __launch_bounds__(128, QUANTIZE ? 5 : 6) install_kernel(const In
                             ((int64_t)kb * tiles + tile - group) * kBlockBytes;
     DigestSum sums[2];
 
-    // k-step t of K block kb + j, rows g and g + 8
-    uint2 codes[4][2];
+    const bool whole = fits && channel[0] >= 0 && channel[1] >= 0;
+    uint2 codes[4][2];                 // of k-step t of K block kb + j
     uint32_t scale_bytes[2] = {0, 0};  // of K block kb + t, k-step i at byte i
-    if constexpr (!QUANTIZE) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int step = (kb + j) * 4 + t;
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-          codes[j][r] = channel[r] >= 0 && step < total_steps ? __ldcs(reinterpret_cast<const uint2*>(source + from[r] + step * 8)) : make_uint2(0, 0);
-      }
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int step = (kb + t) * 4, steps = channel[r] >= 0 ? total_steps - step : 0;
-        scale_bytes[r] = load_scales(scales + from_scales[r] + step, steps, aligned);
-      }
-    } else {
+    if constexpr (QUANTIZE) {
+      Block next[2];
       uint32_t own[2] = {0, 0};  // of k-step t of K block kb + j at byte j
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int step = (kb + j) * 4 + t;
+      for (int j = -1; j < 4; ++j) {
+        const Block block[2] = {next[0], next[1]};
+        const int step = (kb + j + 1) * 4 + t;
+        if (j < 3) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r)
+            next[r] = load_block(source + from[r] + step * 32, whole || (channel[r] >= 0 && step < total_steps));
+        }
+        if (j < 0) continue;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          uint4 raw[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
-          if (channel[r] >= 0 && step < total_steps) {
-            const uint4* const weights = reinterpret_cast<const uint4*>(source + from[r] + step * 32);
-            raw[0] = __ldcs(weights), raw[1] = __ldcs(weights + 1);
-          }
-          uint32_t words[2];
-          own[r] |= quantize_codes(raw, row_scales[r], words) << 8 * j;
-          codes[j][r] = make_uint2(words[0], words[1]);
+          const Quantized q = quantize_codes(block[r], row_scales[r]);
+          codes[j][r] = q.codes;
+          own[r] |= q.scale << 8 * j;
         }
       }
 #pragma unroll
-      for (int r = 0; r < 2; ++r) scale_bytes[r] = transposed(own[r], first_half, second_half);
+      for (int r = 0; r < 2; ++r) scale_bytes[r] = transposed(own[r]);
+    } else if (whole) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint2* const at = reinterpret_cast<const uint2*>(source + from[r] + (kb * 4 + t) * 8);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) codes[j][r] = __ldcs(at + 4 * j);
+        scale_bytes[r] = __ldg(reinterpret_cast<const uint32_t*>(scales + from_scales[r] + (kb + t) * 4));
+      }
+    } else {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int steps = channel[r] >= 0 ? total_steps : 0;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int step = (kb + j) * 4 + t;
+          codes[j][r] = step < steps ? *reinterpret_cast<const uint2*>(source + from[r] + step * 8) : make_uint2(0, 0);
+        }
+        scale_bytes[r] = load_scales(scales + from_scales[r] + (kb + t) * 4, steps - (kb + t) * 4);
+      }
     }
 
     {
@@ -201,8 +248,7 @@ __global__ void __launch_bounds__(128, QUANTIZE ? 5 : 6) install_kernel(const In
         }
       }
       uint32_t words[4];
-      encode_four(transposed(codes[j][0].x, first_half, second_half), transposed(codes[j][1].x, first_half, second_half),
-                  transposed(codes[j][0].y, first_half, second_half), transposed(codes[j][1].y, first_half, second_half), words);
+      encode_four(transposed(codes[j][0].x), transposed(codes[j][1].x), transposed(codes[j][0].y), transposed(codes[j][1].y), words);
       reinterpret_cast<uint4*>(blocks + (int64_t)j * tiles * kBlockBytes + brick * 512)[lane] = make_uint4(words[0], words[1], words[2], words[3]);
     }
     if constexpr (DIGEST) {
@@ -221,7 +267,7 @@ __global__ void __launch_bounds__(128, QUANTIZE ? 5 : 6) install_kernel(const In
       if (lane == 0) atomicAdd(reinterpret_cast<unsigned long long*>(p.digests + expert * parts + r), (unsigned long long)sum);
     }
   }
-  if (first_brick == 0 && (int)threadIdx.x < parts) {
+  if (first_brick == 0 && (int)threadIdx.x < parts && p.scalars != nullptr) {
     const int part = threadIdx.x;
     float scale = p.scalars[expert * p.scalar_stride[0] + part * p.scalar_stride[1]];
     if constexpr (QUANTIZE) {

@@ -12,16 +12,16 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from test_kernels_emulated import _cuda_include
 from torch import Tensor
 
-from vllm_quads.kernels import _native, install
+from vllm_quads.kernels import _native, install, layout
 from vllm_quads.kernels.install import BAD_AMAX, BAD_GLOBAL, BAD_SCALE, install_packed, install_quantized, stack_amax
-from vllm_quads.kernels.layout import arrange, arranged_shape, row_order
+from vllm_quads.kernels.layout import arrange, arrange_into, arranged_shape, row_order, unarrange
 from vllm_quads.kernels.weights import QuantizedStack
 from vllm_quads.nvfp4 import FormatError, PackedTensor, packed_digest
 
@@ -36,26 +36,38 @@ SHAPES = [
 """Experts, gate and up, rows of a part, K: what fills no tile, whole and partial groups, all launch shapes."""
 
 
+class Emulated(NamedTuple):
+    """Host libraries of the CUDA sources."""
+
+    quads_install: Any
+    quads_unarrange: Any
+
+
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """csrc/install.cu as a host library."""
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
+    """csrc/install.cu and csrc/unarrange.cu as host libraries."""
     compiler, include = shutil.which("g++"), _cuda_include()
     if compiler is None or include is None:
         pytest.skip("needs g++ and the CUDA headers")
     directory: Path = tmp_path_factory.mktemp("install")
     shutil.copy(Path(__file__).parent / "cuda_emulation" / "common.cuh", directory)
-    for name in ("arrange_math", "digest_math", "nvfp4_math", "weights"):
+    for name in ("arrange_math", "digest_math", "nvfp4_math", "transpose", "weights"):
         shutil.copy(_native.source_directory() / f"{name}.cuh", directory)
     shared = "extern __shared__ uint64_t column_weights[];"
-    text = (_native.source_directory() / "install.cu").read_text()
-    assert text.count(shared) == 1
     memory = "uint64_t* const column_weights = reinterpret_cast<uint64_t*>(emulation::dynamic_shared.data());"
-    (directory / "install.cpp").write_text(text.replace(shared, memory))
     flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", f"-I{include}"]
-    command = [compiler, *flags, str(directory / "install.cpp"), "-o", str(directory / "install.so")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(directory / "install.so"))
+    processes = []
+    for name in ("install", "unarrange"):
+        text = (_native.source_directory() / f"{name}.cu").read_text()
+        assert text.count(shared) == (name == "install")
+        (directory / f"{name}.cpp").write_text(text.replace(shared, memory))
+        command = [compiler, *flags, str(directory / f"{name}.cpp"), "-o", str(directory / f"{name}.so")]
+        processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+    for process in processes:
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors
+    load = [ctypes.CDLL(str(directory / f"{name}.so")) for name in ("install", "unarrange")]
+    return Emulated(load[0].quads_install, load[1].quads_unarrange)
 
 
 @pytest.fixture(
@@ -72,7 +84,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     """Where the functions run: torch, the emulated kernel, the GPU."""
     if request.param == "emulated":
         library = request.getfixturevalue("emulated")
-        monkeypatch.setattr(install, "_on_hopper", lambda t: True)
+        for module in (install, layout):
+            monkeypatch.setattr(module, "_on_hopper", lambda t: True)
         monkeypatch.setattr(_native, "library", lambda: library)
         monkeypatch.setattr(_native, "stream", lambda: None)
         monkeypatch.setattr(torch.cuda, "device", lambda d: contextlib.nullcontext())
@@ -192,6 +205,20 @@ def test_quantized(device: str, experts: int, gate_up: bool, rows: int, k: int) 
         sinks = Sinks(experts, parts, rows, k, device)
         install_quantized(w.to(device), each, sinks.out, gate_up=gate_up, **sinks.arguments())
         sinks.require(want, gate_up)
+
+
+@pytest.mark.parametrize(("experts", "gate_up", "rows", "k"), SHAPES)
+def test_layout_and_back(device: str, experts: int, gate_up: bool, rows: int, k: int) -> None:
+    """The layout alone, and its inverse."""
+    packed = moved(random_packed(experts, 1, rows * (2 if gate_up else 1), k), device)
+    codes, scales = packed.codes.flatten(1, 2), packed.block_scales.view(torch.uint8).flatten(1, 2)
+    out = torch.full((experts, *arranged_shape(codes.shape[1], k)), 0xA5, dtype=torch.uint8, device=device)
+    arrange_into(codes, scales.view(torch.float8_e4m3fn), out, gate_up=gate_up)
+    order = row_order(codes.shape[1], gate_up=gate_up)
+    assert torch.equal(out.cpu(), arrange(codes.cpu(), scales.cpu().view(torch.float8_e4m3fn), order))
+    back = unarrange(out, codes.shape[1], k, gate_up=gate_up)
+    assert torch.equal(back[0], codes)
+    assert torch.equal(back[1].view(torch.uint8), scales)
 
 
 @pytest.mark.parametrize(("gate_up", "cut"), [(True, (16, 32, 0, 96)), (False, (0, 80, 32, 48))])

@@ -87,52 +87,73 @@ def test_arranging_in_place_and_back(gate_up: bool) -> None:
 
 HOST = """
 #include "arrange_math.cuh"
-extern "C" void run(const unsigned char* bytes, int words, unsigned* word, unsigned char* back, unsigned char* e5m3,
-                    unsigned char* e4m3, unsigned* scale_word) {
+extern "C" void run(const unsigned* bytes, int groups, unsigned* word, unsigned* back,
+                    const unsigned* scales, int words, unsigned* e5m3, unsigned* e4m3,
+                    unsigned* encoded, unsigned* decoded) {
   using namespace quads;
-  for (int i = 0; i < words; ++i) {
-    const unsigned char* c = bytes + 4 * i;
-    word[i] = encode_word(spread_byte(c[0]), spread_byte(c[1]), spread_byte(c[2]), spread_byte(c[3]));
-    uint32_t a[4];
-    decode_bits(word[i], a);
-    for (int j = 0; j < 4; ++j) back[4 * i + j] = (unsigned char)gather_byte(a[j]);
+  for (int i = 0; i < groups; ++i) {
+    uint32_t w[4], a[4];
+    encode_four(bytes[4 * i], bytes[4 * i + 1], bytes[4 * i + 2], bytes[4 * i + 3], w);
+    decode_four(w, a);
+    for (int j = 0; j < 4; ++j) word[4 * i + j] = w[j], back[4 * i + j] = a[j];
   }
-  for (unsigned c = 0; c < 128; ++c) {
-    e5m3[c] = (unsigned char)e5m3_from_e4m3(c);
-    e4m3[c] = (unsigned char)e4m3_from_e5m3(e5m3[c]);
-    uint32_t s[4];
-    decode_scale_word(encode_scales(c, c ^ 0x55, c ^ 0xAA, c ^ 0xFF), s);
-    scale_word[c] = s[0] == c && s[1] == (c ^ 0x55) && s[2] == (c ^ 0xAA) && s[3] == (c ^ 0xFF);
+  for (int i = 0; i < words; ++i) {
+    e5m3[i] = e5m3_four(scales[i]);
+    e4m3[i] = e4m3_four(e5m3[i]);
+    uint32_t w[2];
+    encode_scales_of_block(scales[i], ~scales[i], w);
+    for (int j = 0; j < 2; ++j) {
+      uint32_t s[4];
+      encoded[2 * i + j] = w[j];
+      decode_scale_word(w[j], s);
+      decoded[2 * i + j] = s[0] | s[1] << 8 | s[2] << 16 | s[3] << 24;
+    }
   }
 }
 """
 
 
 def test_the_layout_kernels_bit_operations(tmp_path: Path) -> None:
-    """csrc/arrange_math.cuh, compiled for the host: words and scale bytes as torch makes them, and back."""
+    """csrc/arrange_math.cuh, compiled for the host: words and scale bytes as torch makes them, and back; every pair of
+    neighbouring scale bytes, of which some are converted four at a time and some one by one."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
     (tmp_path / "host.cpp").write_text(HOST)
     flags = ["-std=c++17", "-O1", "-shared", "-fPIC", f"-I{source_directory()}"]
     subprocess.run([compiler, *flags, str(tmp_path / "host.cpp"), "-o", str(tmp_path / "host.so")], check=True)
-    codes = np.random.default_rng(0).integers(0, 256, 4 * 5000, dtype=np.uint8)
-    word, back = np.zeros(5000, np.uint32), np.zeros_like(codes)
-    e5m3, e4m3, scale_word = np.zeros(128, np.uint8), np.zeros(128, np.uint8), np.zeros(128, np.uint32)
-    pointers = [a.ctypes.data_as(ctypes.c_void_p) for a in (codes, word, back, e5m3, e4m3, scale_word)]
-    ctypes.CDLL(str(tmp_path / "host.so")).run(pointers[0], 5000, *pointers[1:])
+    groups = 5000
+    codes = np.random.default_rng(0).integers(0, 256, (groups, 4, 4), dtype=np.uint8)  # [group, register, word]
+    pairs = np.stack(np.meshgrid(np.arange(128), np.arange(128)), axis=-1).reshape(-1, 2).astype(np.uint8)
+    scales = np.concatenate((np.concatenate((pairs, pairs[::-1]), 1), np.concatenate((pairs, pairs * 0 + 80), 1)))
+    word, back = np.zeros((groups, 4), np.uint32), np.zeros_like(codes)
+    e5m3, e4m3 = np.zeros_like(scales), np.zeros_like(scales)
+    encoded, decoded = np.zeros((len(scales), 2), np.uint32), np.zeros((len(scales), 2, 4), np.uint8)
+
+    def at(a: np.ndarray) -> ctypes.c_void_p:
+        return ctypes.c_void_p(a.ctypes.data)
+
+    ctypes.CDLL(str(tmp_path / "host.so")).run(
+        *(at(codes), groups, at(word), at(back), at(scales), len(scales)),
+        *(at(e5m3), at(e4m3), at(encoded), at(decoded)),
+    )
     assert np.array_equal(back, codes)
-    want = np.zeros(5000, np.uint32)
+    want = np.zeros((groups, 4), np.uint32)
     for j in range(4):  # register j; low nibble: even k, low half
         for parity in range(2):
-            nibble = codes[j::4] >> (4 * parity) & 15
+            nibble = codes[:, j] >> (4 * parity) & 15
             for i in range(4):
                 want ^= np.where(nibble >> i & 1, np.uint32(_ENCODE[8 * j + 4 * parity + i]), np.uint32(0))
     assert np.array_equal(word, want)
-    everything = torch.arange(128, dtype=torch.uint8)
-    assert np.array_equal(e5m3, _e5m3(everything.view(torch.float8_e4m3fn)).numpy())
-    assert np.array_equal(e4m3, everything.numpy())
-    assert scale_word.all()
+    assert np.array_equal(e5m3, _e5m3(torch.from_numpy(scales).view(torch.float8_e4m3fn)).numpy())
+    assert np.array_equal(e4m3, scales)
+    low, high = scales.astype(np.uint32).reshape(-1, 2, 2), (~scales).astype(np.uint32).reshape(-1, 2, 2)
+    for row, shift in ((low, 7), (high, 23)):  # FP16 bits 14..7 of either half of a word, and of the word rotated left
+        rotated = encoded << np.uint32(8) | encoded >> np.uint32(24)
+        assert np.array_equal(encoded >> np.uint32(shift) & np.uint32(255), row[..., 0])
+        assert np.array_equal(rotated >> np.uint32(shift) & np.uint32(255), row[..., 1])
+    rows = (scales.reshape(-1, 2, 2), (~scales).reshape(-1, 2, 2))
+    assert np.array_equal(decoded, np.stack((rows[0][..., 0], rows[1][..., 0], rows[0][..., 1], rows[1][..., 1]), -1))
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)

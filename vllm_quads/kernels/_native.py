@@ -84,8 +84,8 @@ class CastArgs(ctypes.Structure):
     ]
 
 
-class ArrangeArgs(ctypes.Structure):
-    """Mirror of `ArrangeArgs` in csrc/arrange.cu."""
+class UnarrangeArgs(ctypes.Structure):
+    """Mirror of `UnarrangeArgs` in csrc/unarrange.cu."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "blocks")),
@@ -200,7 +200,7 @@ def library() -> ctypes.CDLL:
         *(pointer, pointer, pointer, integer, integer, integer, integer, integer, ctypes.c_int64, integer, integer),
         pointer,
     ]
-    lib.quads_arrange.argtypes = [pointer, integer, pointer]
+    lib.quads_unarrange.argtypes = [pointer, pointer]
     lib.quads_install.argtypes = [pointer, integer, pointer]
     lib.quads_cast.argtypes = [pointer, integer, pointer]
     lib.quads_error_string.argtypes = [integer]
@@ -224,12 +224,10 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def arrange(
-    codes: torch.Tensor, scales: torch.Tensor, blocks: torch.Tensor, k: int, gate_up: bool, *, inverse: bool
-) -> None:
-    """Launch the layout kernel of csrc/arrange.cu on checked tensors; see `layout.arrange_into` and `unarrange`."""
+def unarrange(codes: torch.Tensor, scales: torch.Tensor, blocks: torch.Tensor, k: int, gate_up: bool) -> None:
+    """Launch csrc/unarrange.cu on checked tensors; see `layout.unarrange`."""
     rows = codes.shape[1]
-    args = ArrangeArgs(
+    args = UnarrangeArgs(
         codes=codes.data_ptr(),
         scales=scales.data_ptr(),
         blocks=blocks.data_ptr(),
@@ -241,4 +239,46 @@ def arrange(
         gate_up=int(gate_up),
     )
     with torch.cuda.device(codes.device):
-        check(library().quads_arrange(ctypes.byref(args), int(inverse), stream()), "weight layout")
+        check(library().quads_unarrange(ctypes.byref(args), stream()), "weight layout")
+
+
+def install(
+    source: torch.Tensor,
+    scales: torch.Tensor | None,
+    scalars: torch.Tensor | None,
+    blocks: torch.Tensor,
+    gate_up: bool,
+    *,
+    decode: torch.Tensor | None = None,
+    digests: torch.Tensor | None = None,
+    status: torch.Tensor | None = None,
+    row_offset: int = 0,
+    k_offset: int = 0,
+    count_global: bool = True,
+) -> None:
+    """Launch csrc/install.cu on checked tensors [E, P, N, ...]: BF16 weights without scales, else codes."""
+    experts, parts, rows, columns = source.shape
+    size, k = source.element_size(), columns * (1 if scales is None else 2)
+    args = InstallArgs(
+        source=source.data_ptr(),
+        scales=pointer(scales),
+        scalars=pointer(scalars),
+        blocks=blocks.data_ptr(),
+        decode=pointer(decode),
+        digests=pointer(digests),
+        status=pointer(status),
+        source_stride=tuple(size * s for s in source.stride()[:3]),
+        scale_stride=(0, 0, 0) if scales is None else scales.stride()[:3],
+        scalar_stride=(0, 0) if scalars is None else scalars.stride(),
+        experts=experts,
+        rows=rows,
+        k=k,
+        row_tiles=-(-rows * parts // 128) * 2,
+        kblocks=-(-k // 256) * 4,
+        gate_up=int(gate_up),
+        row_offset=row_offset,
+        k_offset=k_offset,
+        count_global=int(count_global),
+    )
+    with torch.cuda.device(blocks.device):
+        check(library().quads_install(ctypes.byref(args), int(scales is None), stream()), "installation of weights")

@@ -12,7 +12,6 @@ nothing and allocates nothing; elsewhere plain torch gives the same bytes.
 
 from __future__ import annotations
 
-import ctypes
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from vllm_quads.kernels import _native
 from vllm_quads.kernels import weights as w
-from vllm_quads.kernels.layout import _on_hopper, arrange_into, arranged_shape, padded_k, padded_rows
+from vllm_quads.kernels.layout import _on_hopper, arrange_into, arranged_shape
 from vllm_quads.kernels.weights import QuantizedStack
 from vllm_quads.nvfp4.errors import FormatError
 from vllm_quads.nvfp4.formats import BLOCK_SIZE
@@ -65,7 +64,7 @@ def install_packed(
     _check_sinks(lead, out.device, decode, digests, status)
     place = _Place(row_offset, k_offset, count_global)
     if _on_hopper(out) and _aligned(packed.codes, 8):
-        _launch(packed.codes, packed.block_scales, packed.decode_scale, out, gate_up, decode, digests, status, place)
+        _native.install(*packed, out, gate_up, decode=decode, digests=digests, status=status, **place._asdict())
         return
     codes, scales = packed.codes.flatten(1, 2).contiguous(), packed.block_scales.view(torch.uint8)
     arrange_into(codes, scales.flatten(1, 2).contiguous().view(torch.float8_e4m3fn), out, gate_up=gate_up)
@@ -121,51 +120,14 @@ def install_quantized(
     place = _Place(row_offset, k_offset, count_global)
     amax = amax.view(*amax.shape, 1).expand(lead) if amax.dim() == 1 else amax
     if _on_hopper(out) and weight.dtype == torch.bfloat16 and _aligned(weight, 16):
-        _launch(weight, None, amax, out, gate_up, decode, digests, status, place)
+        _native.install(
+            weight, None, amax, out, gate_up, decode=decode, digests=digests, status=status, **place._asdict()
+        )
         return
     packed = w.quantize_stack(weight.contiguous(), amax.contiguous())
     install_packed(packed, out, gate_up=gate_up, decode=decode, digests=digests, status=status, **place._asdict())
     if status is not None:
         _mark(status, ~torch.isfinite(amax).all(), BAD_AMAX)
-
-
-def _launch(
-    source: Tensor,
-    scales: Tensor | None,
-    scalars: Tensor,
-    out: Tensor,
-    gate_up: bool,
-    decode: Tensor | None,
-    digests: Tensor | None,
-    status: Tensor | None,
-    place: _Place,
-) -> None:
-    rows, size = source.shape[2], source.element_size()
-    k = source.shape[3] * (1 if scales is None else 2)
-    args = _native.InstallArgs(
-        source=source.data_ptr(),
-        scales=_native.pointer(scales),
-        scalars=scalars.data_ptr(),
-        blocks=out.data_ptr(),
-        decode=_native.pointer(decode),
-        digests=_native.pointer(digests),
-        status=_native.pointer(status),
-        source_stride=(ctypes.c_int64 * 3)(*(size * s for s in source.stride()[:3])),
-        scale_stride=(ctypes.c_int64 * 3)(*((0, 0, 0) if scales is None else scales.stride()[:3])),
-        scalar_stride=(ctypes.c_int64 * 2)(*scalars.stride()),
-        experts=source.shape[0],
-        rows=rows,
-        k=k,
-        row_tiles=padded_rows(rows * source.shape[1]) // 64,
-        kblocks=padded_k(k) // 64,
-        gate_up=int(gate_up),
-        row_offset=place.row_offset,
-        k_offset=place.k_offset,
-        count_global=int(place.count_global),
-    )
-    with torch.cuda.device(out.device):
-        code = _native.library().quads_install(ctypes.byref(args), int(scales is None), _native.stream())
-        _native.check(code, "installation of weights")
 
 
 def _mark(status: Tensor, found: Tensor, bit: int) -> None:

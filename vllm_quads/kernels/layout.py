@@ -190,7 +190,8 @@ def arrange_into(codes: Tensor, scales: Tensor, out: Tensor, *, gate_up: bool) -
     _check_arranged(codes, scales, out, gate_up)
     experts, rows, half_k = codes.shape
     if _on_hopper(codes):
-        _native.arrange(codes, scales, out, 2 * half_k, gate_up, inverse=False)
+        parts = (experts, 2 if gate_up else 1, -1)
+        _native.install(codes.view(*parts, half_k), scales.view(*parts, scales.shape[-1]), None, out, gate_up)
         return out
     order = row_order(rows, gate_up=gate_up)
     chunk = max(1, _CHUNK_CODES // max(1, rows * 2 * half_k))
@@ -224,7 +225,7 @@ def unarrange(
     if codes.shape[1:] != (rows, k // 2):
         raise FormatError(f"codes: have shape {tuple(codes.shape)}, expected {(experts, rows, k // 2)}")
     if _on_hopper(prepared):
-        _native.arrange(codes, scales, prepared, k, gate_up, inverse=True)
+        _native.unarrange(codes, scales, prepared, k, gate_up)
         return codes, scales
     order = row_order(rows, gate_up=gate_up)
     chunk = max(1, _CHUNK_CODES // max(1, rows * k))
