@@ -32,7 +32,7 @@ from vllm_quads.plugin.policy import config_of
 from vllm_quads.plugin.refit import session_of
 from vllm_quads.plugin.runtime import LayerRuntime
 from vllm_quads.plugin.undo import UndoLog
-from vllm_quads.plugin.units import Unit
+from vllm_quads.plugin.units import Section, Unit
 from vllm_quads.refit import EngineState, Manifest, RefitReport, Rollback, as_engine
 
 EXPERT = "model.layers.1.mlp.experts.2"
@@ -386,7 +386,7 @@ def _everything(llm: Any) -> dict[str, Tensor]:
 
 STEPS = (
     (Arrivals, "accept"), (Flags, "check"), (UndoLog, "save"), (Unit, "write_packed"),
-    (Unit, "write_input_scales"), (DigestTable, "write"), (DigestTable, "read"), (PackedLoader, "replaced"),
+    (Unit, "write_input_scales"), (Section, "digest"), (DigestTable, "read"), (PackedLoader, "replaced"),
     (LayerRuntime, "settle_for_graphs"), (compat, "absorb_latent_attention"), (refit_module, "refresh_compensation"),
     (compat, "gather"), (Installer, "_load_plain"), (refit_module, "compare_digests"),
 )  # fmt: skip
@@ -564,9 +564,9 @@ def test_an_interrupt_is_rolled_back(
     tensors = tensors_of(other) | {f"{EXPERT}.gate_proj.input_scale": torch.tensor(0.5)}
     loader = quads_layers(serving)["quads.model.layers.1.mlp.experts"].loader
     kept = dict(loader._input_scales)
-    original, calls = DigestTable.write, []
+    original, calls = Section.digest, []
 
-    def interrupted(self: DigestTable, *args: Any) -> None:
+    def interrupted(self: Section, *args: Any) -> None:
         calls.append(args)
         if len(calls) == 4:
             raise KeyboardInterrupt
@@ -574,7 +574,7 @@ def test_an_interrupt_is_rolled_back(
 
     engine = as_engine(serving)
     engine.begin(manifest(serving, tensors, expected[other][1]))
-    monkeypatch.setattr(DigestTable, "write", interrupted)
+    monkeypatch.setattr(Section, "digest", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.load(reversed(tensors.items()))
     monkeypatch.undo()

@@ -7,7 +7,7 @@ Which one runs where: `backend_choice`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from vllm_quads.compensation import (
     prepare_experts,
     prepare_matrix,
 )
+from vllm_quads.kernels.weights import QuantizedStack
 from vllm_quads.nvfp4 import Contract, PackedTensor
 
 Packed = tuple[Tensor, Tensor, Tensor]
@@ -82,6 +83,26 @@ class LinearRequest:
     """int32 [1] on the device: rows of x that are tokens, for statistics; None: all."""
 
 
+@dataclass(frozen=True)
+class Receipt:
+    """What writing the matrices of one section leaves behind."""
+
+    digests: Tensor
+    """int64 [matrices]: the shards' digests are added."""
+    status: Tensor
+    """int32 [1]: bits of `kernels.install` that say what damage was found."""
+    decode: Tensor
+    """float32 of one element a matrix: decode scales."""
+
+
+class ShardPlace(NamedTuple):
+    """Where shards begin in their whole matrices, and whether they count the global scale in digests."""
+
+    row_offset: int
+    k_offset: int
+    count_global: bool
+
+
 class ExpertsBackend(Protocol):
     """Multiplies with the experts of one layer."""
 
@@ -110,8 +131,11 @@ class WeightHolder(Protocol):
     Prefixes are those of the parameters, `w13_` and `w2_`.
     """
 
-    def install(self, prefix: str, codes: Tensor, scales: Tensor) -> None:
-        """Replace codes uint8 [E, N, K/2] and block scales float8_e4m3fn [E, N, K/16], in place; after a `prepare`."""
+    def install(
+        self, prefix: str, weights: QuantizedStack | Tensor, amax: Tensor | None, receipt: Receipt, place: ShardPlace
+    ) -> None:
+        """Replace the experts of a prefix in place, after a `prepare`: with packed ones [E, P, N, ...], or with float
+        ones [E, P, N, K], quantized with amax [E, P]. Waits for nothing; the receipt gets what is found on the way."""
 
     def packed(self, prefix: str) -> tuple[Tensor, Tensor]:
         """New tensors with the codes and block scales that are kept, exactly as they came."""

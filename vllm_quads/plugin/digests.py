@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of the units of one rank: one kernel launch for each stack of matrices, one sum for all of them."""
+"""Digests of the units of one rank: written unit by unit, added up in one sum for all of them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from vllm_quads.kernels.weights import QuantizedStack, digest_stack
 from vllm_quads.nvfp4 import name_weights
 from vllm_quads.plugin import compat
-from vllm_quads.plugin.units import Section, Unit
+from vllm_quads.plugin.backends import Receipt
+from vllm_quads.plugin.units import Unit
 
 MODULO = 1 << 64
 
@@ -22,31 +22,33 @@ class DigestTable:
     def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
         self.device = device
         self._units = list(units)
-        self._slots: dict[str, list[slice]] = {}
-        weights, index, end = [], [], 0
+        self._sizes = [len(section.matrices) for unit in units for section in unit.sections]
+        weights, index = [], []
         for number, unit in enumerate(self._units):
             for section in unit.sections:
-                count = len(section.matrices)
-                self._slots.setdefault(unit.name, []).append(slice(end, end + count))
                 # Another rank has the same shard of a section that is not counted.
                 own = name_weights(m.name for m in section.matrices)
                 weights.append(own if section.first.counted else torch.zeros_like(own))
-                index += [number] * count
-                end += count
+                index += [number] * len(section.matrices)
         self._weights = torch.cat(weights).to(device) if weights else torch.zeros(0, dtype=torch.int64, device=device)
         self._index = torch.tensor(index, dtype=torch.int64, device=device)
 
     def empty(self) -> Tensor:
-        """Room for the digests of all matrices, int64."""
+        """Room for the digests of all matrices, int64, zero."""
         return torch.zeros_like(self._weights)
 
-    def write(self, unit: Unit, out: Tensor, shards: Sequence[QuantizedStack] | None = None) -> None:
-        """Digest what serves of a unit, or the shards that its `write_*` returned. Waits for nothing."""
-        if shards is None:
-            shards = unit.stored()
-        for section, shard, slot in zip(unit.sections, shards, self._slots[unit.name], strict=True):
-            if section.first.counted:
-                _digest(section, shard, out[slot])
+    def by_unit(self, digests: Tensor) -> dict[str, list[Tensor]]:
+        """Unit name -> the part of each of its sections, views."""
+        parts = iter(digests.split(self._sizes))
+        return {unit.name: [next(parts) for _ in unit.sections] for unit in self._units}
+
+    def receipts(self, digests: Tensor, status: Tensor) -> dict[str, list[Receipt]]:
+        """Unit name -> what writing it gets; status: int32 [units], zero."""
+        parts = self.by_unit(digests)
+        return {
+            unit.name: unit.receipts(parts[unit.name], word)
+            for unit, word in zip(self._units, status.split(1), strict=True)
+        }
 
     def read(self, digests: Tensor) -> dict[str, int]:
         """This rank's part of every unit's digest, 0 .. 2^64; waits for the device once."""
@@ -57,22 +59,13 @@ class DigestTable:
     def of_what_serves(self, units: Iterable[Unit]) -> dict[str, int]:
         """Digests of some of the units, from the bytes that serve now."""
         chosen = list(units)
-        out = self.empty()
+        digests = self.empty()
+        parts = self.by_unit(digests)
         for unit in chosen:
-            self.write(unit, out)
-        everything = self.read(out)
+            for section, shard, out in zip(unit.sections, unit.stored(), parts[unit.name], strict=True):
+                section.digest(shard, out)
+        everything = self.read(digests)
         return {unit.name: everything[unit.name] for unit in chosen}
-
-
-def _digest(section: Section, shard: QuantizedStack, out: Tensor) -> None:
-    m = section.first
-    digest_stack(
-        shard,
-        row_offset=m.local_n[0],
-        k_offset=m.local_k[0],
-        count_global=m.local_n[0] == 0 and m.local_k[0] == 0,
-        out=out.view(section.lead),
-    )
 
 
 def added(ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:

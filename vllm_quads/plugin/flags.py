@@ -8,16 +8,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from vllm_quads.kernels.install import BAD_GLOBAL, BAD_SCALE
 from vllm_quads.nvfp4 import RefitError
 
 _BAD: dict[str, Callable[[Tensor], Tensor]] = {
     "amax": lambda x: ~torch.isfinite(x),
     "global": lambda x: ~(torch.isfinite(x) & (x > 0)),
     "scale": lambda x: x >= 0x7F,
-    "bad": lambda x: x,
+    "bad scale": lambda x: x & BAD_SCALE != 0,
+    "bad global": lambda x: x & BAD_GLOBAL != 0,
 }
 """What makes a value bad: an amax that is not finite, a global scale that is not a finite positive number, the largest
-block scale as a byte (NaN or negative from 0x7F on), or a bool that says so itself."""
+block scale as a byte (NaN or negative from 0x7F on), or the bit that a kernel has set for it."""
 
 
 class Flags:

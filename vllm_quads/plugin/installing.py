@@ -16,7 +16,6 @@ from torch import Tensor
 
 from vllm_quads.plugin.arrivals import Arrivals
 from vllm_quads.plugin.config import QuadsConfig
-from vllm_quads.plugin.digests import DigestTable
 from vllm_quads.plugin.inventory import Inventory, TensorName
 from vllm_quads.plugin.open_refit import OpenRefit
 from vllm_quads.plugin.refit_checks import check_promised
@@ -29,12 +28,13 @@ _FLUSH_BYTES = 256 * 1024**2
 class Installer:
     """Writes what arrives. Methods raise RefitError for what the manifest does not promise or what is damaged."""
 
-    def __init__(self, model: Callable[[], Any], config: QuadsConfig, inventory: Inventory, table: DigestTable) -> None:
+    def __init__(
+        self, model: Callable[[], Any], config: QuadsConfig, inventory: Inventory, device: torch.device
+    ) -> None:
         self._model = model
         self._config = config
         self._inventory = inventory
-        self._table = table
-        self._device = table.device
+        self._device = device
 
     def receive(self, refit: OpenRefit, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Take whole tensors, and install every unit that they complete."""
@@ -50,11 +50,15 @@ class Installer:
             slot = slots.get(name)
             if slot is not None:
                 arrivals = refit.arrivals[slot.unit.name]
-                arrivals.accept(slot, tensor.detach())
+                if lasting and tensor.device == self._device:
+                    arrivals.accept(slot, tensor.detach())
+                else:
+                    with refit.timer.phase("transfer"):
+                        arrivals.accept(slot, tensor.detach())
+                        if arrivals.waiting and not lasting:
+                            arrivals.own()
                 if arrivals.waiting == 0:
                     self._install(refit, refit.arrivals.pop(slot.unit.name))
-                elif not lasting:
-                    arrivals.own()
             elif name in refit.plan.plain:
                 tensor = tensor.detach()
                 if not lasting or tensor.device != self._device:
@@ -71,16 +75,20 @@ class Installer:
 
     def _install(self, refit: OpenRefit, arrivals: Arrivals) -> None:
         """Write one unit, whose tensors have all arrived."""
-        unit, loader, timer = arrivals.unit, arrivals.unit.runtime.loader, refit.timer
+        unit, loader, timer, flags = arrivals.unit, arrivals.unit.runtime.loader, refit.timer, refit.flags
+        receipts = refit.receipts[unit.name]
         amax = None
-        with timer.phase("validate"):
-            if arrivals.is_float:
+        if arrivals.is_float:
+            with timer.phase("validate"):
                 amax = unit.shared_amax(arrivals.fields)
-                refit.flags.add("amax", amax, f"{unit.name}: holds NaN or Inf; the trainer has diverged")
+                flags.add("amax", amax, f"{unit.name}: holds NaN or Inf; the trainer has diverged")
                 frozen = loader.frozen_amax(unit.matrices)
                 amax = amax if frozen is None else frozen.to(amax.device).reshape(amax.shape)
-            else:
-                unit.watch(arrivals.fields, refit.flags)
+        elif self._looks_first(refit) or unit.holder is None:
+            with timer.phase("validate"):
+                unit.watch(arrivals.fields, flags)
+        else:
+            unit.watch_written(receipts, flags)
         self._before_writing(refit)
         if unit.key not in refit.loaders:
             refit.loaders[unit.key] = loader.remember()
@@ -91,14 +99,12 @@ class Installer:
         if amax is None:
             refit.kinds.add("packed")
             with timer.phase("install"):
-                shards = unit.write_packed(arrivals.fields)
+                unit.write_packed(arrivals.fields, receipts)
         else:
             refit.kinds.add("bf16")
             with timer.phase("quantize"):
-                shards = unit.write_quantized(arrivals.fields, amax)
+                unit.write_quantized(arrivals.fields, amax, receipts)
         unit.write_input_scales(arrivals.fields, arrivals.input_scales)
-        with timer.phase("verify"):
-            self._table.write(unit, refit.digests, shards)
         refit.units_left[unit.key] -= 1
         if refit.units_left[unit.key] == 0:
             loader.replaced()
@@ -126,9 +132,12 @@ class Installer:
             names = (self._config.disk_name(str(TensorName.parse(name))) for name, _ in tensors)
             model.load_weights(zip(names, (t for _, t in tensors), strict=True))
 
-    def _before_writing(self, refit: OpenRefit) -> None:
+    def _looks_first(self, refit: OpenRefit) -> bool:
         """What is damaged must not be the first thing that is written. On a CPU, looking costs nothing: always."""
-        if not refit.touched or self._device.type == "cpu":
+        return not refit.touched or self._device.type == "cpu"
+
+    def _before_writing(self, refit: OpenRefit) -> None:
+        if self._looks_first(refit):
             refit.flags.check()
         if not refit.touched:
             refit.touched = True

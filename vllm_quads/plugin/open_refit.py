@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from vllm_quads.compensation import CompensationState
 from vllm_quads.plugin.arrivals import Arrivals
+from vllm_quads.plugin.backends import Receipt
 from vllm_quads.plugin.flags import Flags
 from vllm_quads.plugin.inventory import Plan
 from vllm_quads.plugin.phases import PhaseTimer
@@ -39,6 +41,8 @@ class OpenRefit:
     undo: UndoLog | None
     digests: Tensor
     """Of every matrix of this rank (`DigestTable`)."""
+    receipts: Mapping[str, list[Receipt]]
+    """Unit name -> what writing each of its sections leaves behind."""
     flags: Flags = field(default_factory=Flags)
     loaders: dict[str, Any] = field(default_factory=dict)
     """Layer -> what its loader remembers of the time before."""

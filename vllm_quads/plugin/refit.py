@@ -70,7 +70,7 @@ class RefitSession:
         self._inventory = Inventory(model, config)
         self._device = next(model.parameters()).device
         self._table = DigestTable(self._inventory.units, self._device)
-        self._installer = Installer(self._model, config, self._inventory, self._table)
+        self._installer = Installer(self._model, config, self._inventory, self._device)
         self._open: OpenRefit | None = None
         self._undo = UndoLog()
         self._known: dict[str, tuple[int, int]] = {}
@@ -110,6 +110,7 @@ class RefitSession:
         """
         refit = self._require_open()
         self._stage = "tensor"
+        refit.timer.follow_stream()
         try:
             self._installer.receive(refit, tensors)
         except BaseException as e:
@@ -130,8 +131,10 @@ class RefitSession:
         try:
             if refit is None:
                 raise RefitError(failed or "no refit is under way; call begin(manifest) first")
+            refit.timer.follow_stream()
             self._finish_installing(refit, compensation)
-            own = self._table.read(refit.digests)
+            with refit.timer.phase("verify"):
+                own = self._table.read(refit.digests)
         except Exception as e:
             error = e
         except BaseException as e:
@@ -190,6 +193,8 @@ class RefitSession:
         for unit in units.values():
             units_left[unit.key] = units_left.get(unit.key, 0) + 1
         keeps = manifest.rollback is Rollback.HOST
+        digests = self._table.empty()
+        status = torch.zeros(len(units), dtype=torch.int32, device=self._device)
         refit = OpenRefit(
             manifest,
             plan,
@@ -201,7 +206,8 @@ class RefitSession:
             partial=[k for k, r in self._config.runtimes.items() if r.loader.is_partial()],
             serving_before=self._config.refusal,
             undo=self._undo if keeps else None,
-            digests=self._table.empty(),
+            digests=digests,
+            receipts=self._table.receipts(digests, status),
         )
         timer.add("validate", time.perf_counter() - start)
         return refit

@@ -266,7 +266,7 @@ class ExpertsRuntime(LayerRuntime):
         if self._memory_lost:
             self.backend.forget()
         self.backend.prepare(self._stored("w13"), self._stored("w2"), w13, w2, centered=self.centered())
-        if isinstance(self.backend, WeightHolder):
+        if isinstance(self.backend, WeightHolder) and self.loader.is_open:
             self.loader.close()
 
     def hand_over(self) -> None:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_quads.kernels.weights import QuantizedStack, quantize_stack, weight_amax
+from vllm_quads.kernels.install import stack_amax
+from vllm_quads.kernels.weights import QuantizedStack, digest_stack, quantize_stack, weight_amax
 from vllm_quads.nvfp4 import BLOCK_SIZE, unit_of
-from vllm_quads.plugin.backends import WeightHolder
+from vllm_quads.plugin.backends import Receipt, ShardPlace, WeightHolder
 from vllm_quads.plugin.flags import Flags
 from vllm_quads.plugin.loading import Matrix, Role
 from vllm_quads.plugin.runtime import ExpertsRuntime, LayerRuntime
@@ -51,6 +52,17 @@ class Section:
         if field in _UNITS_PER_K:
             return (*self.lead, self.first.n, self.first.k // _UNITS_PER_K[field])
         return self.lead
+
+    @property
+    def place(self) -> ShardPlace:
+        """Where this rank's shards lie."""
+        rows, channels = self.first.local_n[0], self.first.local_k[0]
+        return ShardPlace(rows, channels, rows == 0 and channels == 0)
+
+    def digest(self, shard: QuantizedStack, out: Tensor) -> None:
+        """Digests of the matrices into out, int64 [matrices]; zero if another rank counts these shards."""
+        if self.first.counted:
+            digest_stack(shard, **self.place._asdict(), out=out.view(self.lead))
 
     def shard(self, field: str, tensor: Tensor) -> Tensor:
         """This rank's part of a whole field."""
@@ -109,49 +121,51 @@ class Unit:
             )
         return out
 
-    def write_packed(self, fields: Sequence[dict[str, Tensor]]) -> list[QuantizedStack]:
-        """Write whole packed fields of each section; returns the shards that were written."""
+    def write_packed(self, fields: Sequence[dict[str, Tensor]], receipts: Sequence[Receipt]) -> None:
+        """Write whole packed fields of each section; its receipt gets the digests of what was written."""
         shards = [
             QuantizedStack(*(s.shard(field, arrived[field]) for field in PACKED_FIELDS))
             for s, arrived in zip(self.sections, fields, strict=True)
         ]
-        if self.holder is not None:
-            return [self._install(self.holder, shards[0])]
-        stored = self.stored()
-        for shard, kept in zip(shards, stored, strict=True):
+        holder = self.holder
+        if holder is not None:
+            holder.install(self.prefix, shards[0], None, receipts[0], self.sections[0].place)
+            return
+        for section, shard, kept, receipt in zip(self.sections, shards, self.stored(), receipts, strict=True):
             for source, target in zip(shard, kept, strict=True):
                 if source.dtype == torch.float8_e4m3fn:  # it has few kernels
                     source, target = source.view(torch.uint8), target.view(torch.uint8)
                 target.copy_(source)
-        return stored
+            section.digest(kept, receipt.digests)
 
-    def write_quantized(self, fields: Sequence[dict[str, Tensor]], amax: Tensor) -> list[QuantizedStack]:
-        """Quantize whole float weights of each section with amax [E, P]; returns the shards that were written."""
-        shards = []
+    def write_quantized(self, fields: Sequence[dict[str, Tensor]], amax: Tensor, receipts: Sequence[Receipt]) -> None:
+        """Quantize whole float weights of each section with amax [E, P]; its receipt gets the digests of the result."""
         holder = self.holder
-        stored = self.stored() if holder is None else [None] * len(self.sections)
-        for section, arrived, kept in zip(self.sections, fields, stored, strict=True):
+        if holder is not None:
+            section = self.sections[0]
+            holder.install(self.prefix, section.shard("float", fields[0]["float"]), amax, receipts[0], section.place)
+            return
+        for section, arrived, kept, receipt in zip(self.sections, fields, self.stored(), receipts, strict=True):
             weight = section.shard("float", arrived["float"])
-            if not weight.is_contiguous():
-                weight = weight.contiguous()
-            shards.append(quantize_stack(weight, amax, out=kept))
-        return shards if holder is None else [self._install(holder, shards[0])]
+            quantize_stack(weight if weight.is_contiguous() else weight.contiguous(), amax, out=kept)
+            section.digest(kept, receipt.digests)
 
-    def _install(self, holder: WeightHolder, shard: QuantizedStack) -> QuantizedStack:
-        """Hand a shard [E, P, N, ...] over to the backend that keeps the weights."""
-        codes, scales, decode = shard
-        codes, scales = codes.flatten(1, 2).contiguous(), scales.view(torch.uint8).flatten(1, 2).contiguous()
-        holder.install(self.prefix, codes, scales.view(torch.float8_e4m3fn))
-        kept = self._param(Role.DECODE_SCALE)
-        kept.copy_(decode.reshape(kept.shape))
-        lead = shard.codes.shape[:2]
-        return QuantizedStack(
-            codes.unflatten(1, (lead[1], -1)), scales.view(torch.float8_e4m3fn).unflatten(1, (lead[1], -1)), decode
-        )
+    def receipts(self, digests: Sequence[Tensor], status: Tensor) -> list[Receipt]:
+        """For `write_*`: digests int64 [matrices] of each section, zero, and a status int32 [1]."""
+        decode = self._param(Role.DECODE_SCALE)
+        return [
+            Receipt(d, status, decode if s.rows is None else decode[s.first.scalar[0] :][:1])
+            for s, d in zip(self.sections, digests, strict=True)
+        ]
 
     def shared_amax(self, fields: Sequence[dict[str, Tensor]]) -> Tensor:
         """Largest magnitude of the parts that share a global scale, float32 [E, P]; NaN or Inf if they hold one."""
-        amax = weight_amax([arrived["float"] for arrived in fields])
+        weights = [arrived["float"] for arrived in fields]
+        lead = self.sections[0].lead
+        if len(weights) == 1:
+            amax = torch.zeros(lead[0], dtype=torch.float32, device=weights[0].device)
+            return stack_amax(weights[0], amax)[:, None].expand(lead)
+        amax = weight_amax(weights)
         return amax.amax(dim=1, keepdim=True).expand(amax.shape)
 
     def write_input_scales(self, fields: Sequence[dict[str, Tensor]], arrived: Sequence[set[str]]) -> None:
@@ -170,6 +184,12 @@ class Unit:
             flags.add("scale", scales, f"{self.name}.weight_scale: holds NaN or negative block scales")
             scalars = arrived["global"].clone()  # the sender may overwrite its memory before the check
             flags.add("global", scalars, f"{self.name}.weight_scale_2: expected finite, positive scales")
+
+    def watch_written(self, receipts: Sequence[Receipt], flags: Flags) -> None:
+        """Look for damage in what a holder finds while it writes packed fields."""
+        for receipt in receipts:
+            flags.add("bad scale", receipt.status, f"{self.name}.weight_scale: holds NaN or negative block scales")
+            flags.add("bad global", receipt.status, f"{self.name}.weight_scale_2: expected finite, positive scales")
 
     def _param(self, role: Role) -> Tensor:
         param: Tensor = getattr(self.runtime.layer, self.prefix + role.value).data
