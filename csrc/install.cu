@@ -2,7 +2,7 @@
 // Weights of a refit into the prepared layout (weights.cuh), in one pass: packed ones as they are, BF16 ones quantized on the way.
 // The same pass validates, adds up the digests of the packed form and writes the decode scales.
 //
-// A warp takes four K blocks of a brick (16 rows x 256 k) at a time. Lane (g, t) has k-step t of every K block of rows g and g + 8,
+// A warp goes along a brick (16 rows) or a part of one, four K blocks at a time. Lane (g, t) has k-step t of every K block of rows g and g + 8,
 // 16 weights each, in the packed form (8 bytes; four lanes read a sector), and byte t of all four k-steps in the prepared form; a
 // 4x4 byte transpose among these four lanes, two shuffles a word, leads from one to the other. Scales are read by K block.
 #include "arrange_math.cuh"
@@ -35,6 +35,7 @@ struct InstallArgs {
 
 namespace {
 
+constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kMaxShared = 200 * 1024;
 enum : int { kBadScale = 1, kBadGlobal = 2, kBadAmax = 4 };
 
@@ -115,13 +116,13 @@ __device__ __forceinline__ Quantized quantize_codes(const Block& block, const Ro
 }
 
 template <bool QUANTIZE, bool DIGEST>
-__global__ void __launch_bounds__(128, QUANTIZE ? 4 : 6) install_kernel(const InstallArgs p, int bricks) {
+__global__ void __launch_bounds__(kThreads, QUANTIZE ? 4 : 6) install_kernel(const InstallArgs p, int sharing) {
   extern __shared__ uint64_t column_weights[];  // of codes [kblocks * 8], of scales [kblocks * 4]; 0 beyond K
-  const int threads = blockDim.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = threads / 32, g = lane >> 2, t = lane & 3;
-  const int total_steps = p.k / 16, quads = p.kblocks / 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane >> 2, t = lane & 3;
+  const int total_steps = p.k / 16, parts = p.gate_up ? 2 : 1;
   const uint64_t* const scale_weights = column_weights + p.kblocks * 8;
   if constexpr (DIGEST) {
-    for (int i = threadIdx.x; i < p.kblocks * 12; i += threads) {
+    for (int i = threadIdx.x; i < p.kblocks * 12; i += kThreads) {
       const bool code = i < p.kblocks * 8;
       const int column = code ? i : i - p.kblocks * 8;
       const bool inside = column < (code ? p.k / 8 : total_steps);
@@ -131,67 +132,63 @@ __global__ void __launch_bounds__(128, QUANTIZE ? 4 : 6) install_kernel(const In
     __syncthreads();
   }
   grid_dependency_wait();
-  const int items = p.row_tiles * 4 / bricks;  // of an expert
-  const int expert = blockIdx.x / items, first_brick = blockIdx.x % items * bricks;
-  const int parts = p.gate_up ? 2 : 1;
-  const bool fits = p.k == p.kblocks * 64 && ((p.scale_stride[0] | p.scale_stride[1] | p.scale_stride[2] | (int64_t)p.scales) & 3) == 0;
-  const uint8_t* const source = p.source + expert * p.source_stride[0];
-  const uint8_t* const scales = QUANTIZE ? nullptr : p.scales + expert * p.scale_stride[0];
-  const ByteTranspose transposed(t);
-  int bad = 0;
 
+  // Each brick is shared by `sharing` warps, which take consecutive parts of K.
+  const int items = p.row_tiles * sharing, expert = blockIdx.x / items, item = blockIdx.x % items;
+  const int index = item * (kWarps / sharing) + warp / sharing, tile = index / 4, brick = index % 4;
+  const int length = p.kblocks / sharing, first = warp % sharing * length;
+  int channel[2];  // of rows g and g + 8, in their parts; -1 for padding
+  if (p.gate_up) {
+    channel[0] = channel_of<kSwiGlu>(tile, brick, g);
+    channel[0] = channel[1] = channel[0] < p.rows ? channel[0] : -1;
+  } else {
+    const int c = channel_of<kPlain>(tile, brick, g);
+    channel[0] = c < p.rows ? c : -1;
+    channel[1] = c + 1 < p.rows ? c + 1 : -1;
+  }
+  const uint8_t *row[2], *scale_row[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int part = r < parts ? r : 0;
+    row[r] = p.source + expert * p.source_stride[0] + part * p.source_stride[1] + channel[r] * p.source_stride[2];
+    scale_row[r] = p.scales + expert * p.scale_stride[0] + part * p.scale_stride[1] + channel[r] * p.scale_stride[2];
+  }
+  const int group = tile / kGroupTiles * kGroupTiles, tiles = min(kGroupTiles, p.row_tiles - group);
+  const int pitch = tiles * kBlockBytes;  // from a K block to the next
+  uint8_t* block = p.blocks + ((int64_t)expert * p.row_tiles + group) * p.kblocks * kBlockBytes + (int64_t)first * pitch +
+                   (tile - group) * kBlockBytes;
+  const ByteTranspose transposed(t);
+  const bool whole = channel[0] >= 0 && channel[1] >= 0 && p.k == p.kblocks * 64 &&
+                     ((p.scale_stride[0] | p.scale_stride[1] | p.scale_stride[2] | (int64_t)p.scales) & 3) == 0;
   RowScale row_scales[2];
   if constexpr (QUANTIZE) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float amax = p.scalars[expert * p.scalar_stride[0] + (r < parts ? r * p.scalar_stride[1] : 0)];
+      const float amax = p.scalars[expert * p.scalar_stride[0] + (r < parts ? r : 0) * p.scalar_stride[1]];
       row_scales[r] = row_scale(encode_scale(amax, kRangeMaxToSix));
     }
   }
-  uint64_t totals[2] = {0, 0};
+  DigestSum sums[2];
+  int bad = 0;
 
-  for (int unit = warp; unit < bricks * quads; unit += warps) {
-    const int at = first_brick + unit / quads, kb = unit % quads * 4, tile = at / 4, brick = at % 4;
-    int channel[2];  // of rows g and g + 8, in their parts; -1 for padding
-    int64_t from[2], from_scales[2];
-    if (p.gate_up) {
-      channel[0] = channel_of<kSwiGlu>(tile, brick, g);
-      channel[0] = channel[1] = channel[0] < p.rows ? channel[0] : -1;
-    } else {
-      const int c = channel_of<kPlain>(tile, brick, g);
-      channel[0] = c < p.rows ? c : -1;
-      channel[1] = c + 1 < p.rows ? c + 1 : -1;
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int part = p.gate_up ? r : 0;
-      from[r] = part * p.source_stride[1] + channel[r] * p.source_stride[2];
-      from_scales[r] = part * p.scale_stride[1] + channel[r] * p.scale_stride[2];
-    }
-    const int group = tile / kGroupTiles * kGroupTiles, tiles = min(kGroupTiles, p.row_tiles - group);
-    uint8_t* const blocks = p.blocks + ((int64_t)expert * p.row_tiles + group) * p.kblocks * kBlockBytes +
-                            ((int64_t)kb * tiles + tile - group) * kBlockBytes;
-    DigestSum sums[2];
-
-    const bool whole = fits && channel[0] >= 0 && channel[1] >= 0;
-    uint2 codes[4][2];                 // of k-step t of K block kb + j
-    uint32_t scale_bytes[2] = {0, 0};  // of K block kb + t, k-step i at byte i
+  for (int kb = first; kb < first + length; kb += 4, block += 4 * pitch) {
+    uint2 codes[4][2];         // of k-step t of K block kb + j
+    uint32_t scale_bytes[2];   // of K block kb + t, k-step i at byte i
     if constexpr (QUANTIZE) {
       Block next[2];
       uint32_t own[2] = {0, 0};  // of k-step t of K block kb + j at byte j
 #pragma unroll
       for (int j = -1; j < 4; ++j) {
-        const Block block[2] = {next[0], next[1]};
+        const Block now[2] = {next[0], next[1]};
         const int step = (kb + j + 1) * 4 + t;
         if (j < 3) {
 #pragma unroll
-          for (int r = 0; r < 2; ++r)
-            next[r] = load_block(source + from[r] + step * 32, whole || (channel[r] >= 0 && step < total_steps));
+          for (int r = 0; r < 2; ++r) next[r] = load_block(row[r] + step * 32, whole || (channel[r] >= 0 && step < total_steps));
         }
         if (j < 0) continue;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const Quantized q = quantize_codes(block[r], row_scales[r]);
+          const Quantized q = quantize_codes(now[r], row_scales[r]);
           codes[j][r] = q.codes;
           own[r] |= q.scale << 8 * j;
         }
@@ -201,10 +198,10 @@ __global__ void __launch_bounds__(128, QUANTIZE ? 4 : 6) install_kernel(const In
     } else if (whole) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const uint2* const at = reinterpret_cast<const uint2*>(source + from[r] + (kb * 4 + t) * 8);
+        const uint2* const at = reinterpret_cast<const uint2*>(row[r] + (kb * 4 + t) * 8);
 #pragma unroll
         for (int j = 0; j < 4; ++j) codes[j][r] = __ldcs(at + 4 * j);
-        scale_bytes[r] = __ldg(reinterpret_cast<const uint32_t*>(scales + from_scales[r] + (kb + t) * 4));
+        scale_bytes[r] = __ldg(reinterpret_cast<const uint32_t*>(scale_row[r]) + kb + t);
       }
     } else {
 #pragma unroll
@@ -213,27 +210,25 @@ __global__ void __launch_bounds__(128, QUANTIZE ? 4 : 6) install_kernel(const In
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int step = (kb + j) * 4 + t;
-          codes[j][r] = step < steps ? *reinterpret_cast<const uint2*>(source + from[r] + step * 8) : make_uint2(0, 0);
+          codes[j][r] = step < steps ? *reinterpret_cast<const uint2*>(row[r] + step * 8) : make_uint2(0, 0);
         }
-        scale_bytes[r] = load_scales(scales + from_scales[r] + (kb + t) * 4, steps - (kb + t) * 4);
+        scale_bytes[r] = load_scales(scale_row[r] + (kb + t) * 4, steps - (kb + t) * 4);
       }
     }
 
-    {
-      if (bad_scales(scale_bytes[0]) || bad_scales(scale_bytes[1])) bad |= kBadScale;
-      uint32_t words[2];
-      encode_scales_of_block(e5m3_four(scale_bytes[0]), e5m3_four(scale_bytes[1]), words);
-      *reinterpret_cast<uint2*>(blocks + (int64_t)t * tiles * kBlockBytes + kScaleOffset + brick * 64 + g * 8) = make_uint2(words[0], words[1]);
-      if constexpr (DIGEST) {
-        const ulonglong2* const w = reinterpret_cast<const ulonglong2*>(scale_weights + (kb + t) * 4);
+    if (bad_scales(scale_bytes[0]) || bad_scales(scale_bytes[1])) bad = kBadScale;
+    uint32_t scale_words[2];
+    encode_scales_of_block(e5m3_four(scale_bytes[0]), e5m3_four(scale_bytes[1]), scale_words);
+    *reinterpret_cast<uint2*>(block + t * pitch + kScaleOffset + brick * 64 + g * 8) = make_uint2(scale_words[0], scale_words[1]);
+    if constexpr (DIGEST) {
+      const ulonglong2* const at = reinterpret_cast<const ulonglong2*>(scale_weights + (kb + t) * 4);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const ulonglong2 weight = w[i];
+      for (int i = 0; i < 2; ++i) {
+        const ulonglong2 weight = at[i];
 #pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            sums[r].add(mixed_byte(scale_bytes[r] >> 16 * i & 0xFFu), weight.x);
-            sums[r].add(mixed_byte(scale_bytes[r] >> (16 * i + 8) & 0xFFu), weight.y);
-          }
+        for (int r = 0; r < 2; ++r) {
+          sums[r].add(mixed_byte(scale_bytes[r] >> 16 * i & 0xFFu), weight.x);
+          sums[r].add(mixed_byte(scale_bytes[r] >> (16 * i + 8) & 0xFFu), weight.y);
         }
       }
     }
@@ -249,25 +244,21 @@ __global__ void __launch_bounds__(128, QUANTIZE ? 4 : 6) install_kernel(const In
       }
       uint32_t words[4];
       encode_four(transposed(codes[j][0].x), transposed(codes[j][1].x), transposed(codes[j][0].y), transposed(codes[j][1].y), words);
-      reinterpret_cast<uint4*>(blocks + (int64_t)j * tiles * kBlockBytes + brick * 512)[lane] = make_uint4(words[0], words[1], words[2], words[3]);
-    }
-    if constexpr (DIGEST) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        totals[r] += channel[r] >= 0 ? sums[r].value() * position_weight(channel[r] + p.row_offset) : 0;
+      reinterpret_cast<uint4*>(block + j * pitch + brick * 512)[lane] = make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
 
   if constexpr (DIGEST) {
-    if (!p.gate_up) totals[0] += totals[1];
+    uint64_t totals[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (r >= parts) break;
-      const uint64_t sum = warp_sum(totals[r]);
+    for (int r = 0; r < 2; ++r) totals[r] = channel[r] >= 0 ? sums[r].value() * position_weight(channel[r] + p.row_offset) : 0;
+    if (!p.gate_up) totals[0] += totals[1];
+    for (int r = 0; r < parts; ++r) {
+      const uint64_t sum = warp_sum(r == 0 ? totals[0] : totals[1]);
       if (lane == 0) atomicAdd(reinterpret_cast<unsigned long long*>(p.digests + expert * parts + r), (unsigned long long)sum);
     }
   }
-  if (first_brick == 0 && (int)threadIdx.x < parts && p.scalars != nullptr) {
+  if (item == 0 && (int)threadIdx.x < parts && p.scalars != nullptr) {
     const int part = threadIdx.x;
     float scale = p.scalars[expert * p.scalar_stride[0] + part * p.scalar_stride[1]];
     if constexpr (QUANTIZE) {
@@ -284,15 +275,13 @@ __global__ void __launch_bounds__(128, QUANTIZE ? 4 : 6) install_kernel(const In
 
 template <bool QUANTIZE, bool DIGEST>
 cudaError_t install(const InstallArgs& p, cudaStream_t stream) {
-  // Units of a warp are four K blocks of a brick; a thread block takes as many bricks as give its warps the same work.
-  const int quads = p.kblocks / 4, warps = quads % 4 != 0 && quads % 3 == 0 ? 3 : 4;
-  const int bricks = quads >= 2 * warps ? 2 : 4;
+  const int quads = p.kblocks / 4, sharing = quads % 4 == 0 && quads >= 12 ? 4 : quads % 2 == 0 && quads >= 6 ? 2 : 1;
   const size_t shared = DIGEST ? (size_t)p.kblocks * 12 * sizeof(uint64_t) : 0;
   if (shared > kMaxShared) return cudaErrorInvalidValue;
   const cudaError_t e = allow_shared_memory<install_kernel<QUANTIZE, DIGEST>>(DIGEST ? kMaxShared : 0);
   if (e != cudaSuccess) return e;
-  const dim3 grid((unsigned)(p.experts * (p.row_tiles * 4 / bricks)));
-  return launch(install_kernel<QUANTIZE, DIGEST>, grid, dim3(warps * 32), shared, stream, p, bricks);
+  const dim3 grid((unsigned)(p.experts * p.row_tiles * sharing));
+  return launch(install_kernel<QUANTIZE, DIGEST>, grid, dim3(kThreads), shared, stream, p, sharing);
 }
 
 }  // namespace

@@ -32,6 +32,7 @@ SHAPES = [
     (1, False, 72, 144),
     (2, False, 64, 768),
     (1, True, 32, 2048),
+    (1, False, 40, 3072),
 ]
 """Experts, gate and up, rows of a part, K: what fills no tile, whole and partial groups, all launch shapes."""
 
