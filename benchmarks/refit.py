@@ -223,7 +223,7 @@ def check(llm: Any, model: Any, sync: Any) -> None:
 def install_only(llm: Any, sync: Any, bandwidth: float, experts: int, packed_bytes: int) -> None:
     """Quantize and install all experts, without what the trainer does: tensors lie ready on the GPU."""
     from trainer_qat.push_stream import PushStream
-    from vllm_quads.refit import Manifest, Rollback, as_engine
+    from vllm_quads.refit import Lasting, Manifest, Rollback, as_engine
 
     rollout, payload = as_engine(llm), sync.payload
 
@@ -238,8 +238,8 @@ def install_only(llm: Any, sync: Any, bandwidth: float, experts: int, packed_byt
             rollout.begin(
                 Manifest(payload.contract, payload.quantized, stream.specs(), version, rollback=Rollback.NONE)
             )
-            _, seconds = timed(lambda: rollout.load(stacks))
-            _, rest_seconds = timed(lambda: rollout.load(rest))
+            _, seconds = timed(lambda: rollout.load(Lasting(stacks)))
+            _, rest_seconds = timed(lambda: rollout.load(Lasting(rest)))
             report, commit_seconds = timed(rollout.commit)
             say(event="install", packed=packed, repeat=repeat, experts=seconds, ratio=seconds / floor,
                 rest=rest_seconds, commit=commit_seconds, **dict(report.seconds))  # fmt: skip

@@ -33,7 +33,7 @@ from vllm_quads.plugin.refit import session_of
 from vllm_quads.plugin.runtime import LayerRuntime
 from vllm_quads.plugin.undo import UndoLog
 from vllm_quads.plugin.units import Section, Unit
-from vllm_quads.refit import EngineState, Manifest, RefitReport, Rollback, as_engine
+from vllm_quads.refit import EngineState, Lasting, Manifest, RefitReport, Rollback, as_engine
 
 EXPERT = "model.layers.1.mlp.experts.2"
 
@@ -652,6 +652,24 @@ def test_buffers_of_the_sender_may_be_reused(serving: Any, other: Path, expected
     engine = as_engine(serving)
     engine.begin(manifest(serving, tensors, expected[other][1]))
     engine.load(stream())
+    engine.commit()
+    assert scores(serving) == expected[other][0]
+
+
+def test_lasting_tensors_are_read_where_they_lie(
+    serving: Any, other: Path, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors that nobody overwrites (`Lasting`, what a push in the same process sends) are not copied to wait for the
+    rest of their layer, and what serves are not they but their contents."""
+    quantize_checkpoint(other, tmp_path / "q")
+    tensors = stacked(tensors_of(tmp_path / "q"))
+    engine = as_engine(serving)
+    engine.begin(manifest(serving, tensors, expected[other][1]))
+    with monkeypatch.context() as patch:
+        patch.setattr(Arrivals, "own", None)
+        engine.load(Lasting(tensors.items()))
+    for tensor in tensors.values():
+        tensor.view(torch.uint8).zero_() if tensor.dim() else tensor.zero_()
     engine.commit()
     assert scores(serving) == expected[other][0]
 

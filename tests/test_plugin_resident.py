@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import start_engine, stop_engine
 from plugin_helpers import manifest, push, quads_layers, scores, stacked, tensors_of
 from torch import Tensor
@@ -19,7 +20,8 @@ from vllm_quads.nvfp4 import RefitError
 from vllm_quads.plugin import runtime
 from vllm_quads.plugin.backends import ExpertsRequest, TorchExperts
 from vllm_quads.plugin.hopper import HopperExperts
-from vllm_quads.refit import as_engine
+from vllm_quads.plugin.installing import Installer
+from vllm_quads.refit import Rollback, as_engine
 
 
 class ArrangedReference(HopperExperts):
@@ -117,3 +119,27 @@ def test_rollback_of_the_one_copy(
     assert storages(resident) == before
     assert engine.fingerprint() == expected["first"][1]
     assert scores(resident) == expected["first"][0]
+
+
+@pytest.mark.parametrize(("suffix", "value"), [("weight_scale", 0x80), ("weight_scale_2", 0xFF)])
+@pytest.mark.parametrize("rollback", list(Rollback))
+def test_damage_that_is_found_while_it_is_written(
+    rollback: Rollback, suffix: str, value: int, resident: Any, other: dict[str, Path], expected: Any,
+    tiny_qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """On a GPU only the first layer is looked at before it is written; the kernels report a negative block scale or a
+    NaN global scale of any other, and the commit names its layer: the old weights are put back, or nothing serves."""
+    monkeypatch.setattr(Installer, "_looks_first", lambda self, refit: not refit.touched)
+    push(resident, stacked(tensors_of(tiny_qwen3_moe)), expected["first"][1])
+    tensors = stacked(tensors_of(other["packed"]))
+    name = f"model.layers.1.mlp.experts.down_proj.{suffix}"
+    tensors[name] = tensors[name].clone()
+    tensors[name].view(torch.uint8).view(-1)[-tensors[name].element_size() :] = value
+    outcome = "previous weights keep serving" if rollback is Rollback.HOST else "refuses to serve"
+    with pytest.raises(RefitError, match=rf"{name}: .*scales; .*{outcome}"):
+        push(resident, tensors, None, rollback=rollback)
+    if rollback is Rollback.HOST:
+        assert as_engine(resident).fingerprint() == expected["first"][1]
+        assert scores(resident) == expected["first"][0]
+    push(resident, stacked(tensors_of(other["packed"])), expected["second"][1])
+    assert scores(resident) == expected["second"][0]

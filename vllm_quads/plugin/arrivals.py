@@ -36,7 +36,7 @@ class Arrivals:
         fields = self.fields[slot.section]
         if slot.encode:
             tensor = 1.0 / tensor
-        shape = section.full_shape(slot.field)
+        shape = section.full_shapes[slot.field]
         if slot.index is None or (section.lead == (1, 1) and slot.field != "input"):
             moved = self._local(tensor, slot).to(self._device, non_blocking=tensor.is_cuda).reshape(shape)
             fields[slot.field] = moved

@@ -207,8 +207,10 @@ ABSORBED = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")
 def absorb_latent_attention(model: torch.nn.Module) -> None:
     """Derive the copies of kv_b_proj anew, in place: captured graphs keep reading the same memory."""
     for module in model.modules():
+        if "kv_b_proj" not in module._modules:
+            continue
         kept = {n: t for n in ABSORBED if isinstance(t := getattr(module, n, None), Tensor)}
-        if not kept or not hasattr(module, "kv_b_proj"):
+        if not kept:
             continue
         before = {name: tensor.data for name, tensor in kept.items()}
         module.process_weights_after_loading(module.kv_b_proj.params_dtype)  # type: ignore[operator, union-attr]

@@ -26,26 +26,24 @@ class Flags:
     """Values on the device, with the error that a bad one among them means."""
 
     def __init__(self) -> None:
-        self._values: dict[str, list[Tensor]] = {}
-        self._messages: dict[str, list[str]] = {}
+        self._watched: dict[str, list[tuple[Tensor, str]]] = {kind: [] for kind in _BAD}
 
     def add(self, kind: str, value: Tensor, message: str) -> None:
         """Watch values [...] of a kind; they must not change before `check`."""
-        self._values.setdefault(kind, []).append(value)
-        self._messages.setdefault(kind, []).append(message)
+        self._watched[kind].append((value, message))
 
     def check(self) -> None:
         """Raise RefitError for the first bad value of each kind, and forget all; waits for the device once."""
-        values, messages = self._values, self._messages
-        self._values, self._messages = {}, {}
-        if not values:
+        watched = {kind: entries for kind, entries in self._watched.items() if entries}
+        self._watched = {kind: [] for kind in _BAD}
+        if not watched:
             return
-        bad = {kind: _BAD[kind](torch.cat([v.flatten() for v in of_kind])) for kind, of_kind in values.items()}
+        bad = {kind: _BAD[kind](torch.cat([v.flatten() for v, _ in entries])) for kind, entries in watched.items()}
         found = torch.stack([b.any() for b in bad.values()]).tolist()
         for kind, is_bad in zip(bad, found, strict=True):
             if is_bad:
                 first = int(bad[kind].nonzero()[0, 0])
-                for value, message in zip(values[kind], messages[kind], strict=True):
+                for value, message in watched[kind]:
                     first -= value.numel()
                     if first < 0:
                         raise RefitError(message)

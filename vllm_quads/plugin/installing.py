@@ -35,6 +35,7 @@ class Installer:
         self._config = config
         self._inventory = inventory
         self._device = device
+        self._disk_names: dict[str, str] = {}
 
     def receive(self, refit: OpenRefit, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Take whole tensors, and install every unit that they complete."""
@@ -129,8 +130,13 @@ class Installer:
                         parameter = self._inventory.owners[key]
                         refit.undo.save(f"parameter {id(parameter)}", parameter.data)
         with refit.timer.phase("install"), self._device:
-            names = (self._config.disk_name(str(TensorName.parse(name))) for name, _ in tensors)
-            model.load_weights(zip(names, (t for _, t in tensors), strict=True))
+            model.load_weights((self._disk_name(name), tensor) for name, tensor in tensors)
+
+    def _disk_name(self, name: str) -> str:
+        """How vLLM's loaders call a tensor."""
+        if name not in self._disk_names:
+            self._disk_names[name] = self._config.disk_name(str(TensorName.parse(name)))
+        return self._disk_names[name]
 
     def _looks_first(self, refit: OpenRefit) -> bool:
         """What is damaged must not be the first thing that is written. On a CPU, looking costs nothing: always."""

@@ -101,6 +101,7 @@ class Inventory:
         self.owners: dict[str, nn.Parameter] = {}
         """The parameter that each of them is loaded into."""
         self._rearranged: dict[str, str] = {}
+        self._planned: tuple[dict[str, TensorSpec], Plan] | None = None
         seen: set[int] = set()
         for name, module in model.named_modules():
             own = getattr(module, "quads", None)
@@ -123,6 +124,11 @@ class Inventory:
         Raises RefitError for the first one that is unknown, of a wrong shape or dtype, sent twice, or missing, and for
         a layer that is sent in more than one form.
         """
+        if self._planned is None or self._planned[0] != tensors:  # pushes are alike, one after another
+            self._planned = dict(tensors), self._new_plan(tensors)
+        return self._planned[1]
+
+    def _new_plan(self, tensors: Mapping[str, TensorSpec]) -> Plan:
         slots: dict[str, Slot] = {}
         plain: dict[str, tuple[str, ...]] = {}
         arrived: dict[str, dict[str, str]] = {}

@@ -193,6 +193,9 @@ class RefitSession:
         for unit in units.values():
             units_left[unit.key] = units_left.get(unit.key, 0) + 1
         keeps = manifest.rollback is Rollback.HOST
+        if keeps:
+            plain = {id(p): p.data for p in self._inventory.owners.values()}
+            self._undo.reserve([*(s for unit in units.values() for s in unit.storages()), *plain.values()])
         digests = self._table.empty()
         status = torch.zeros(len(units), dtype=torch.int32, device=self._device)
         refit = OpenRefit(

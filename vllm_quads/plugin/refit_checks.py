@@ -46,6 +46,8 @@ def _check_sensitivities(sensitivities: Mapping[str, float], config: QuadsConfig
     for site, value in sensitivities.items():
         if not 0 <= value < math.inf:
             raise RefitError(f"sensitivities[{site!r}]: is {value}, expected a finite number of at least 0")
+    if not sensitivities:
+        return
     sites = {name for runtime in config.runtimes.values() for name in runtime.specs}
     unknown = sorted(set(sensitivities) - sites)
     if unknown:

@@ -212,7 +212,7 @@ class LayerRuntime(nn.Module):
 
     def settle_for_graphs(self) -> None:
         """After a change: rebuild at once where captured CUDA graphs replay without running Python."""
-        if self._derived_from is not None and next(self.buffers()).is_cuda:
+        if self._derived_from is not None and next(iter(self._buffers.values())).is_cuda:  # type: ignore[union-attr]
             self.settle()
 
     def _prepare(self) -> None:

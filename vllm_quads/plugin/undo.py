@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
+
+from vllm_quads.plugin.pinned import PinnedArena, padded
 
 
 class UndoLog:
@@ -14,29 +18,39 @@ class UndoLog:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-        self._saved: dict[str, Tensor] = {}
+        self._arena = PinnedArena()
+        self._pinned: dict[str, Tensor] = {}
+        self._saved: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def reserve(self, tensors: Iterable[Tensor]) -> None:
+        """Pin memory for these tensors at once, if they are on a GPU and nothing has been saved yet."""
+        if not self._pinned:
+            self._arena.reserve(sum(padded(t.nbytes) for t in tensors if t.is_cuda))
 
     def save(self, key: str, tensor: Tensor) -> None:
         """Copy a tensor aside unless that was done already."""
         if key in self._saved:
             return
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._buffers[key] = buffer
+        buffer = self._buffer(key, tensor)
         buffer.copy_(tensor, non_blocking=True)
-        self._saved[key] = tensor
+        self._saved[key] = (tensor, buffer)
+
+    def _buffer(self, key: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_cuda:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        buffer = self._pinned.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = self._pinned[key] = self._arena.take(tensor)
+        return buffer
 
     def restore(self) -> None:
         """Copy everything that was saved back to where it was."""
         with torch.inference_mode():  # what was made in it can only be changed in it
-            for key, tensor in self._saved.items():
-                tensor.copy_(self._buffers[key], non_blocking=True)
-        if any(t.is_cuda for t in self._saved.values()):
+            for tensor, buffer in self._saved.values():
+                tensor.copy_(buffer, non_blocking=True)
+        if any(tensor.is_cuda for tensor, _ in self._saved.values()):
             torch.cuda.synchronize()
 
     def clear(self) -> None:
         """Forget what was saved; pinned buffers stay, others are given back."""
         self._saved.clear()
-        self._buffers = {k: b for k, b in self._buffers.items() if b.is_pinned()}

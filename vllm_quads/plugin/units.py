@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -47,13 +48,20 @@ class Section:
         """Any matrix: all have this one's shape and place of the shard."""
         return self.matrices[0]
 
-    def full_shape(self, field: str) -> tuple[int, ...]:
-        """Shape of a field before tensor parallelism cuts it."""
-        if field in _UNITS_PER_K:
-            return (*self.lead, self.first.n, self.first.k // _UNITS_PER_K[field])
-        return self.lead
+    @cached_property
+    def full_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each field before tensor parallelism cuts it."""
+        n, k = self.first.n, self.first.k
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(FIELD_DTYPES, self.lead)
+        return shapes | {field: (*self.lead, n, k // units) for field, units in _UNITS_PER_K.items()}
 
-    @property
+    @cached_property
+    def is_whole(self) -> bool:
+        """True if this rank's shards are the whole matrices."""
+        m = self.first
+        return (m.local_n, m.local_k) == ((0, m.n), (0, m.k))
+
+    @cached_property
     def place(self) -> ShardPlace:
         """Where this rank's shards lie."""
         rows, channels = self.first.local_n[0], self.first.local_k[0]
@@ -66,7 +74,7 @@ class Section:
 
     def shard(self, field: str, tensor: Tensor) -> Tensor:
         """This rank's part of a whole field."""
-        if field not in _UNITS_PER_K:
+        if self.is_whole or field not in _UNITS_PER_K:
             return tensor
         start, length = (x // _UNITS_PER_K[field] for x in self.first.local_k)
         return tensor.narrow(-2, *self.first.local_n).narrow(-1, start, length)
@@ -85,12 +93,13 @@ class Unit:
         self.name = unit_of(self.matrices[0].name)
         self.experts = runtime.w2.group_index if isinstance(runtime, ExpertsRuntime) else None
         """Global ids of the local experts, in storage order; None for a dense linear."""
+        backend = runtime.backend if isinstance(runtime, ExpertsRuntime) else None
+        self._holder = backend if isinstance(backend, WeightHolder) else None
 
     @property
     def holder(self) -> WeightHolder | None:
         """The backend, if it keeps the weights now and the parameters are empty."""
-        backend = self.runtime.backend if isinstance(self.runtime, ExpertsRuntime) else None
-        return backend if isinstance(backend, WeightHolder) and not self.runtime.loader.is_open else None
+        return None if self._holder is None or self.runtime.loader.is_open else self._holder
 
     def storages(self) -> list[Tensor]:
         """The tensors that hold the unit; their addresses do not change."""
