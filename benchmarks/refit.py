@@ -114,13 +114,14 @@ def fill(model: Any, seed: int) -> None:
         b.fill_(1.0)
 
 
-def quads(layers: int, directory: Path, repeats: int, profiled: bool = False) -> None:
+def quads(options: argparse.Namespace, directory: Path) -> None:
     """Pushes into a QUADS engine."""
     from trainer_qat import RolloutSync
     from vllm_quads import register
     from vllm_quads.refit import as_engine
 
     register()
+    layers, repeats = options.layers, options.repeats
     llm, seconds = timed(lambda: engine("quads", layers, directory, 0.5))
     say(event="engine", kind="quads", start=seconds, gib=torch.cuda.memory_allocated() / 2**30)
     model = trainer(layers)
@@ -134,7 +135,7 @@ def quads(layers: int, directory: Path, repeats: int, profiled: bool = False) ->
     install_only(llm, sync, bandwidth, experts, packed_bytes)
     for packed in (True, False):
         pushes(sync, packed, "none", repeats)
-    if profiled:
+    if options.profile:
         profile(lambda: sync.push(rollback="none"))
     pushes(sync, True, "host", repeats)
     served, seconds = timed(rollout.fingerprint)
@@ -142,7 +143,7 @@ def quads(layers: int, directory: Path, repeats: int, profiled: bool = False) ->
     assert report is not None
     assert served == report.fingerprint, "what serves is not what was pushed"
     say(event="fingerprint", seconds=seconds, equal=True)
-    check(llm, model, sync)
+    check(llm, model, sync, options.loaders)
     say(event="done", **vars(rollout.status().counters))
 
 
@@ -172,7 +173,7 @@ def profile(work: Callable[[], Any]) -> None:
         print(averages.table(sort_by=order, row_limit=25, max_name_column_width=60), flush=True)
 
 
-def check(llm: Any, model: Any, sync: Any) -> None:
+def check(llm: Any, model: Any, sync: Any, loaders: bool) -> None:
     """Failures, and a comparison with vLLM's own loaders, through the captured graphs. Raises AssertionError."""
     from vllm_quads.nvfp4 import RefitError
     from vllm_quads.refit import as_engine
@@ -212,12 +213,62 @@ def check(llm: Any, model: Any, sync: Any) -> None:
     sync.push(rollback="none")
     second = generate(llm)
     assert second != first
+    damaged_pushes(llm, model, sync)
+    assert generate(llm) == second, "a push of damaged weights has changed what serves"
     fill(model, seed=0)
+    sync.push(rollback="none")
+    assert generate(llm) == first, "a push of the same weights gives other log-probs"
+    assert rollout.fingerprint() == fingerprint
+    if not loaders:
+        return
     stacks = [(n, t.detach()) for n, t in sync.payload.model.named_parameters()]
     _, seconds = timed(lambda: llm.apply_model(lambda served: served.load_weights(iter(stacks))))
     assert generate(llm) == first, "vLLM's loaders and a push give other log-probs"
     assert rollout.fingerprint() == fingerprint
     say(event="loaders", seconds=seconds, equal=True)
+
+
+@torch.no_grad()
+def damaged_pushes(llm: Any, model: Any, sync: Any) -> None:
+    """A NaN in a weight of either kind, and a negative block scale in a late layer, are refused by name."""
+    from trainer_qat.push_stream import PushStream
+    from vllm_quads.nvfp4 import QuadsError
+    from vllm_quads.refit import Manifest, as_engine
+
+    rollout, payload = as_engine(llm), sync.payload
+
+    def with_nan(name: str) -> None:
+        value = dict(model.named_parameters())[name].view(-1)
+        kept, value[-1] = value[-1].clone(), torch.nan
+        try:
+            sync.push()
+        finally:
+            value[-1] = kept
+
+    def with_negative_scale(name: str) -> None:
+        stream = PushStream(payload, digest=False)
+        stream.check()
+        rollout.begin(Manifest(payload.contract, payload.quantized, stream.specs(), rollout.policy_version() + 1))
+        for item in stream.tensors():
+            if item[0] == name:
+                item[1].view(torch.uint8).view(-1)[-1] = 0x80
+            rollout.load([item])
+        rollout.commit()
+
+    stack = "model.layers.1.mlp.experts.down_proj"
+    for attempt, name in (
+        (with_nan, "model.norm.weight"),
+        (with_nan, stack),
+        (with_negative_scale, f"{stack}.weight_scale"),
+    ):
+        try:
+            attempt(name)
+        except QuadsError as e:
+            message = str(e)
+        else:
+            message = "nothing"
+        say(event="damage", tensor=name, message=message[:200])
+        assert message.startswith(name), f"a push with damage in {name} raised {message}"
 
 
 def install_only(llm: Any, sync: Any, bandwidth: float, experts: int, packed_bytes: int) -> None:
@@ -335,6 +386,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="quads: say where the time of a packed push goes")
+    parser.add_argument("--loaders", action="store_true", help="quads: load the same weights by vLLM's loaders, too")
     parser.add_argument("--out", type=Path, help="directory for refit-KIND.jsonl")
     options = parser.parse_args()
     faulthandler.enable()
@@ -343,7 +395,7 @@ def main() -> None:
     say(event="start", device=torch.cuda.get_device_name(), torch=torch.__version__, layers=options.layers)
     with TemporaryDirectory() as directory:
         if options.kind == "quads":
-            quads(options.layers, Path(directory), options.repeats, options.profile)
+            quads(options, Path(directory))
         else:
             peer(options.kind, options.layers, Path(directory), options.repeats)
 
