@@ -13,6 +13,8 @@ from vllm_quads.bench import environment
 from vllm_quads.bench.result import Result, Series
 from vllm_quads.bench.timing import copy_bandwidth, interleaved_us
 from vllm_quads.kernels import weights as kernels
+from vllm_quads.kernels.install import install_packed, install_quantized, stack_amax
+from vllm_quads.kernels.layout import arranged_shape, unarrange
 from vllm_quads.nvfp4.formats import BLOCK_SIZE
 
 STACKS: dict[str, tuple[int, int, int]] = {"w13": (128, 1536, 2048), "w2": (128, 2048, 768)}
@@ -37,7 +39,7 @@ def calls(stacks: Sequence[Tensor]) -> Calls:
         kernels.quantize_stack(w, kernels.weight_amax(w, out=a), out=p)
 
     sets = list(zip(stacks, amaxes, packed, values, digests, strict=True))
-    return {
+    return _installing(stacks, packed) | {
         "copy": ([partial(v.copy_, w) for w, _, _, v, _ in sets], 2.0 * size),
         "amax": ([partial(kernels.weight_amax, w, out=a) for w, a, *_ in sets], float(size)),
         "amax + fake quantization": ([partial(fake, w, a, v) for w, a, _, v, _ in sets], 3.0 * size),
@@ -53,6 +55,35 @@ def calls(stacks: Sequence[Tensor]) -> Calls:
         ),
         "digest": ([partial(kernels.digest_stack, p, out=d) for _, _, p, _, d in sets], PACKED_BYTES),
         "clamped gradient": ([partial(kernels.clamp_gradient, v, w, a) for w, a, _, v, _ in sets], 3.0 * size),
+    }
+
+
+def _installing(stacks: Sequence[Tensor], packed: Sequence[kernels.QuantizedStack]) -> Calls:
+    """What a refit does with the experts of a layer, where the Hopper kernels run: w13, then w2."""
+    if torch.cuda.get_device_capability() != (9, 0) or stacks[0].dtype != torch.bfloat16:
+        return {}
+    floats: list[Callable[[], object]] = []
+    ready: list[Callable[[], object]] = []
+    back: list[Callable[[], object]] = []
+    for weight, p, gate_up in zip(stacks, packed, (True, False), strict=True):
+        experts, rows, k = weight.shape
+        lead = (experts, 2 if gate_up else 1)
+        out = torch.empty(experts, *arranged_shape(rows, k), dtype=torch.uint8, device="cuda")
+        decode = torch.empty(lead, device="cuda")
+        digests = torch.zeros(experts * lead[1], dtype=torch.int64, device="cuda")
+        status = torch.zeros(1, dtype=torch.int32, device="cuda")
+        packing = partial(install_packed, gate_up=gate_up, decode=decode, digests=digests, status=status)
+        quantizing = partial(install_quantized, gate_up=gate_up, decode=decode, digests=digests, status=status)
+        whole, amax = weight.view(*lead, -1, k), torch.zeros(experts, device="cuda")
+        scales = p.block_scales.view(torch.uint8).view(*lead, -1, k // BLOCK_SIZE).view(torch.float8_e4m3fn)
+        stack = kernels.QuantizedStack(p.codes.view(*lead, -1, k // 2), scales, p.decode_scale[:, None].expand(lead))
+        floats += [partial(stack_amax, whole, amax), partial(quantizing, whole, amax, out)]
+        ready.append(partial(packing, stack, out))
+        back.append(partial(unarrange, out, rows, k, gate_up=gate_up, codes=p.codes, scales=p.block_scales))
+    return {
+        "amax + installing BF16": (floats, 4.0 + PACKED_BYTES),
+        "installing packed": (ready, 2 * PACKED_BYTES),
+        "back from the kernels' layout": (back, 2 * PACKED_BYTES),
     }
 
 
