@@ -8,6 +8,7 @@
 
 #include "common.cuh"
 #include "nvfp4_math.cuh"
+#include "sum.cuh"
 
 namespace quads {
 
@@ -556,43 +557,11 @@ __global__ void __launch_bounds__(THREADS, 65536 / REGISTERS / THREADS) prologue
     quantize_rows<T, FOUR, false, THREADS, TPR, HOLD>(p, (blockIdx.x - a.blocks) * (THREADS / TPR));
 }
 
-template <typename T>
-struct alignas(16) Vec {
-  T v[16 / sizeof(T)];
-};
-
-// out[t, :] = sum over the token's valid pairs and their K splits of y[pair, split, :], in this order, float32, one rounding.
-// pair_expert null: all pairs are valid.
 template <typename In, typename Out, bool SPLIT>
-__global__ void __launch_bounds__(kThreads) sum_kernel(const In* y, const int* pair_expert, Out* out, int tokens, int top_k,
-                                                       int shift, int columns, int ldy, int64_t ldo) {
+__global__ void __launch_bounds__(kThreads) sum_kernel(const SumArgs p) {
   grid_dependency_launch();
   grid_dependency_wait();
-  constexpr int W = 16 / sizeof(In);
-  const int per_row = columns / W, split_shift = SPLIT ? shift : 0;
-  for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < (int64_t)tokens * per_row;
-       i += (int64_t)gridDim.x * kThreads) {
-    const int token = (int)(i / per_row), c = (int)(i % per_row) * W;
-    float sum[W];
-#pragma unroll
-    for (int j = 0; j < W; ++j) sum[j] = 0.0f;
-#pragma unroll 8
-    for (int k = 0; k < top_k << split_shift; ++k) {
-      const int row = (token * top_k << split_shift) + k;
-      if ((!SPLIT || pair_expert != nullptr) && pair_expert[row >> split_shift] < 0) continue;
-      const Vec<In> v = *reinterpret_cast<const Vec<In>*>(y + (int64_t)row * ldy + c);
-#pragma unroll
-      for (int j = 0; j < W; ++j) sum[j] += to_float<In>(v.v[j]);
-    }
-    Out* target = out + (int64_t)token * ldo + c;
-    alignas(16) Out rounded[W];
-#pragma unroll
-    for (int j = 0; j < W; ++j) rounded[j] = from_float<Out>(sum[j]);
-    if constexpr (sizeof(Out) * W == 16)
-      *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(rounded);
-    else
-      *reinterpret_cast<uint2*>(target) = *reinterpret_cast<const uint2*>(rounded);
-  }
+  sum_pairs<In, Out, SPLIT, kThreads>(p, blockIdx.x, gridDim.x);
 }
 
 // Calls f<TPR, HOLD>(): as many threads as a row has blocks, if there are no more than 512. COARSE: fewer kernels to compile.
@@ -687,21 +656,14 @@ int launch_prologue(const AlignArgs& a, const QuantizeArgs& p, cudaStream_t s) {
 }
 
 template <typename In>
-int launch_sum(const void* y, const int* pair_expert, void* out, int tokens, int top_k, int splits, int columns, int ldy,
-               int64_t ldo, int out_dtype, cudaStream_t s) {
-  const int split_shift = splits == 1 ? 0 : splits == 2 ? 1 : splits == 4 ? 2 : splits == 8 ? 3 : -1;
-  if (split_shift < 0) return cudaErrorInvalidValue;
-  const int64_t items = (int64_t)tokens * (columns / (16 / (int)sizeof(In)));
-  int64_t blocks = (items + kThreads - 1) / kThreads;
-  const dim3 grid((unsigned)(blocks < 16 * 1024 ? blocks : 16 * 1024));
-  const In* in = static_cast<const In*>(y);
-  const auto run = [&](auto* target) {
-    using Out = std::remove_pointer_t<decltype(target)>;
-    const auto kernel = splits == 1 && pair_expert != nullptr ? sum_kernel<In, Out, false> : sum_kernel<In, Out, true>;
-    return launch(kernel, grid, dim3(kThreads), 0, s, in, pair_expert, target, tokens, top_k, split_shift, columns, ldy, ldo);
+int launch_sum(const SumArgs& p, int out_dtype, cudaStream_t s) {
+  const dim3 grid(sum_blocks<In>(p, kThreads));
+  const auto run = [&](auto out) {
+    using Out = decltype(out);
+    const bool split = p.shift > 0 || p.pair_expert == nullptr;
+    return launch(split ? sum_kernel<In, Out, true> : sum_kernel<In, Out, false>, grid, dim3(kThreads), 0, s, p);
   };
-  if (out_dtype == 0) return run(static_cast<__nv_bfloat16*>(out));
-  return run(static_cast<__half*>(out));
+  return out_dtype == 0 ? run(__nv_bfloat16()) : run(__half());
 }
 
 }  // namespace
@@ -736,15 +698,14 @@ extern "C" int quads_prologue(const quads::AlignArgs* a, const quads::QuantizeAr
   return launch(scatter_kernel, dim3(a->blocks), dim3(kThreads), 0, s, *a);
 }
 
-// y: 0 bfloat16, 1 float16, 2 float32; out: 0 bfloat16, 1 float16; splits: 1, 2, 4 or 8.
-extern "C" int quads_sum(const void* y, const int* pair_expert, void* out, int tokens, int top_k, int splits, int columns,
-                         int ldy, int64_t ldo, int in_dtype, int out_dtype, void* stream) {
+// in_dtype, of y: 0 bfloat16, 1 float16, 2 float32; out_dtype: 0 bfloat16, 1 float16.
+extern "C" int quads_sum(const quads::SumArgs* p, int in_dtype, int out_dtype, void* stream) {
   using namespace quads;
   cudaStream_t s = static_cast<cudaStream_t>(stream);
-  if (tokens == 0) return 0;
-  if (in_dtype == 0) return launch_sum<__nv_bfloat16>(y, pair_expert, out, tokens, top_k, splits, columns, ldy, ldo, out_dtype, s);
-  if (in_dtype == 1) return launch_sum<__half>(y, pair_expert, out, tokens, top_k, splits, columns, ldy, ldo, out_dtype, s);
-  return launch_sum<float>(y, pair_expert, out, tokens, top_k, splits, columns, ldy, ldo, out_dtype, s);
+  if (p->tokens == 0) return 0;
+  if (in_dtype == 0) return launch_sum<__nv_bfloat16>(*p, out_dtype, s);
+  if (in_dtype == 1) return launch_sum<__half>(*p, out_dtype, s);
+  return launch_sum<float>(*p, out_dtype, s);
 }
 
 extern "C" const char* quads_error_string(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }

@@ -2,11 +2,13 @@
 // Error statistics of quantized activations, gathered inside a captured CUDA graph: what
 // vllm_quads/compensation/statistics.py sums up, for up to two sites of a layer in one launch.
 //
-// A captured graph cannot skip a launch, so every block first reads a switch on the device. Blocks are divided among three jobs:
-// the residual's energy of either site, and the ring of recent rows of the first one. A slot of threads takes a run of rows,
-// one row at a time and one 16-channel block a thread, and adds its sums to the accumulators where the group changes.
+// A captured graph cannot skip a launch, so every block first reads a switch on the device, and a MoE layer's blocks join the launch
+// that sums its pairs, which would be there anyway. Blocks are divided among three jobs: the residual's energy of either site,
+// and the ring of recent rows of the first one. A slot of threads takes a row at a time, one 16-channel block a thread; what a
+// thread block has summed goes to the accumulators when the group changes, neighbouring channels and slots together.
 #include "common.cuh"
 #include "nvfp4_math.cuh"
+#include "sum.cuh"
 
 namespace quads {
 
@@ -57,43 +59,63 @@ __device__ __forceinline__ void load_block(const T* p, const float* center, floa
   }
 }
 
+// Threads of a row, a power of two; rows that are wider are cut into parts, one a thread block.
+__host__ __device__ __forceinline__ int threads_per_row(int blocks) {
+  int n = 32;
+  while (n < blocks && n < kThreads) n *= 2;
+  return n;
+}
+
 template <typename T, bool FOUR>
 __device__ __forceinline__ void gather_energy(const StatisticsSite& s, const int* valid, int block) {
   __shared__ float partial[2][kThreads / 32];
-  const int blocks = s.k / 16;
-  int per_row = 32;
-  while (per_row < blocks && per_row < kThreads) per_row *= 2;
+  // [slot][vector of a block][lane], padded: 32 neighbouring channels lie in as many banks
+  __shared__ float4 staged[4 * (kThreads + 2 * kThreads / 32)];
+  __shared__ int staged_group[kThreads / 32];
+  const int blocks = s.k / 16, per_row = threads_per_row(blocks), slots = kThreads / per_row;
   const int parts = (blocks + per_row - 1) / per_row;  // K > 4096: each thread block sums a part of the channels
-  const int part = block % parts, slots = kThreads / per_row * (s.blocks / parts);
-  const int lane = threadIdx.x % per_row, slot = block / parts * (kThreads / per_row) + threadIdx.x / per_row;
+  const int part = block % parts, lane = threadIdx.x % per_row, slot = threadIdx.x / per_row;
   int rows = s.rows;
   if (s.order != nullptr) {
     const int n = *s.num_segments;
     rows = n == 0 ? 0 : s.segments[3 * n - 2] + s.segments[3 * n - 1];
   }
-  const int run = (rows + slots - 1) / slots, first = slot * run;
+  const int run = (rows + slots * (s.blocks / parts) - 1) / (slots * (s.blocks / parts)), first = block / parts * run * slots + slot;
   const int tokens = valid == nullptr ? 0x7FFFFFFF : *valid;
-  const int b = part * per_row + lane;
+  const int b = part * per_row + lane, pitch = per_row + 2;
 
-  float sum[16];
-#pragma unroll
-  for (int i = 0; i < 16; ++i) sum[i] = 0.0f;
-  int current = -1, count = 0;
-  auto flush = [&]() {
-    if (count > 0) {
-      if (b < blocks) {
-        double* energy = s.energy + (int64_t)current * s.k + 16 * b;
-#pragma unroll
-        for (int i = 0; i < 16; ++i) atomicAdd(energy + i, (double)sum[i]);
-      }
-      if (lane == 0 && part == 0) atomicAdd(s.tokens + current, (unsigned long long)count);
+  float4* const mine = staged + slot * 4 * pitch + lane;
+  int current = -1, count = 0;  // what is staged
+  const auto flush = [&]() {  // by all threads
+    if (lane == 0) {
+      staged_group[slot] = count > 0 ? current : -1;
+      if (count > 0 && part == 0) atomicAdd(s.tokens + current, (unsigned long long)count);
     }
-#pragma unroll
-    for (int i = 0; i < 16; ++i) sum[i] = 0.0f;
     count = 0;
+    __syncthreads();
+    const int channels = 16 * min(per_row, blocks - part * per_row);
+    const float* all = reinterpret_cast<const float*>(staged);
+    for (int c = threadIdx.x; c < channels; c += kThreads) {
+      double* energy = s.energy + 16 * part * per_row + c;
+      const float* from = all + 4 * (c / 4 % 4 * pitch + c / 16) + c % 4;
+      float total = 0.0f;
+      int group = -1;
+      for (int i = 0; i < slots; ++i) {
+        const int next = staged_group[i];
+        if (next < 0) continue;
+        if (next != group) {
+          if (group >= 0) atomicAdd(energy + (int64_t)group * s.k, (double)total);
+          total = 0.0f;
+          group = next;
+        }
+        total += from[i * 16 * pitch];
+      }
+      if (group >= 0) atomicAdd(energy + (int64_t)group * s.k, (double)total);
+    }
+    __syncthreads();
   };
   for (int i = 0; i < run; ++i) {
-    const int place = first + i;
+    const int place = first + i * slots;
     const int row = place >= rows ? -1 : s.order != nullptr ? s.order[place] : place;
     const int group = row < 0 || row / s.divisor >= tokens ? -1 : s.group != nullptr ? s.group[row] : 0;
     const T* x = static_cast<const T*>(s.x) + (int64_t)row * s.ldx;
@@ -114,13 +136,16 @@ __device__ __forceinline__ void gather_energy(const StatisticsSite& s, const int
       const int warp = threadIdx.x / per_row * (per_row / 32);
       for (int j = 0; j < per_row / 32; ++j) m = max_magnitude(m, shared[warp + j]);
     }
-    if (group < 0) continue;
-    if (group != current) flush();
+    RowScale scale = {};
+    bool counts = group >= 0;  // the same for all threads of the row
+    if (counts) {
+      scale = row_scale(s.g != nullptr ? s.g[group] : encode_scale(m, FOUR ? kRangeFourOverSix : kRangeMaxToSix));
+      counts = (s.g != nullptr ? m : scale.decode) < kLargestRow;
+    }
+    if (i > 0 && __syncthreads_or(counts && group != current && count > 0)) flush();
+    if (!counts) continue;
     current = group;
-    const float g = s.g != nullptr ? s.g[group] : encode_scale(m, FOUR ? kRangeFourOverSix : kRangeMaxToSix);
-    const RowScale scale = row_scale(g);
-    if (!((s.g != nullptr ? m : scale.decode) < kLargestRow)) continue;  // the same for all threads of the row
-    ++count;
+    const bool first_row = count++ == 0;
     if (b >= blocks) continue;
     if (parts > 1) {
       load_block<T>(x + 16 * b, s.center == nullptr ? nullptr : s.center + 16 * b, v);
@@ -129,7 +154,11 @@ __device__ __forceinline__ void gather_energy(const StatisticsSite& s, const int
     float q[16], p[16], r[16];
     residual_block(v, q, quantize_block<FOUR>(v, own, scale, q).s, scale.decode, p, r);
 #pragma unroll
-    for (int j = 0; j < 16; ++j) sum[j] = fma_rn(r[j], r[j], sum[j]);
+    for (int j = 0; j < 4; ++j) {
+      const float4 old = first_row ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : mine[j * pitch];
+      mine[j * pitch] = make_float4(fma_rn(r[4 * j], r[4 * j], old.x), fma_rn(r[4 * j + 1], r[4 * j + 1], old.y),
+                                    fma_rn(r[4 * j + 2], r[4 * j + 2], old.z), fma_rn(r[4 * j + 3], r[4 * j + 3], old.w));
+    }
   }
   flush();
 }
@@ -184,16 +213,34 @@ __device__ __forceinline__ void fill_ring(const StatisticsArgs& p, int block) {
   }
 }
 
+constexpr int kBlocksPerMultiprocessor = 3;
+
 template <typename T, bool FOUR>
-__global__ void __launch_bounds__(kThreads) statistics_kernel(const StatisticsArgs p) {
-  grid_dependency_launch();
-  grid_dependency_wait();
+__device__ __forceinline__ void gather(const StatisticsArgs& p, int block) {
   if (*p.paused != 0) return;
-  int block = blockIdx.x;
   if (block < p.ring_blocks) return fill_ring<T>(p, block);
   block -= p.ring_blocks;
   if (block < p.site[0].blocks) return gather_energy<T, FOUR>(p.site[0], p.valid, block);
   gather_energy<T, FOUR>(p.site[1], p.valid, block - p.site[0].blocks);
+}
+
+template <typename T, bool FOUR>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) statistics_kernel(const StatisticsArgs p) {
+  grid_dependency_launch();
+  grid_dependency_wait();
+  gather<T, FOUR>(p, blockIdx.x);
+}
+
+// The first `summing` blocks end the layer.
+template <typename In, typename T, bool FOUR>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) sum_statistics_kernel(const SumArgs sum, const StatisticsArgs p,
+                                                                                            unsigned summing) {
+  grid_dependency_launch();
+  grid_dependency_wait();
+  if (blockIdx.x < summing)
+    sum_pairs<In, T, true, kThreads>(sum, blockIdx.x, summing);
+  else
+    gather<T, FOUR>(p, blockIdx.x - summing);
 }
 
 // Magnitude of each row, for static global scales, which tell nothing about a row. One warp a row.
@@ -214,20 +261,20 @@ __global__ void __launch_bounds__(kThreads) row_size_kernel(const void* x, int r
   if (lane == 0) size[row] = m;
 }
 
-// Thread blocks of a site: enough for every row to have a slot (a row takes longer than additions to memory), at most two waves; a
+// Thread blocks of a site: enough for every row to have a slot (a row takes longer than additions to memory), at most one wave; a
 // multiple of the parts of a wide row.
 int energy_blocks(const StatisticsSite& s) {
-  const int blocks = s.k / 16;
-  int per_row = 32;
-  while (per_row < blocks && per_row < kThreads) per_row *= 2;
+  const int blocks = s.k / 16, per_row = threads_per_row(blocks);
   const int parts = (blocks + per_row - 1) / per_row, slots = kThreads / per_row;
-  const int wanted = (s.rows + slots - 1) / slots, most = 2 * multiprocessors() / parts;
+  const int wanted = (s.rows + slots - 1) / slots, most = kBlocksPerMultiprocessor * multiprocessors() / parts;
   return parts * (wanted < most ? wanted : most);
 }
 
+// Fills in how many blocks each job has; returns their sum, or minus a CUDA error.
 template <typename T>
-int launch_statistics(StatisticsArgs p, int four_over_six, float* scratch, cudaStream_t s) {
+int share_out(StatisticsArgs& p, float* scratch, cudaStream_t s) {
   for (StatisticsSite& site : p.site) site.blocks = site.rows > 0 ? energy_blocks(site) : 0;
+  p.ring_blocks = 0;
   if (p.ring_rows > 0) {
     const int rows = p.site[0].rows < p.ring_rows ? p.site[0].rows : p.ring_rows;
     p.ring_blocks = rows < 64 ? rows : 64;
@@ -235,16 +282,27 @@ int launch_statistics(StatisticsArgs p, int four_over_six, float* scratch, cudaS
       const StatisticsSite& x = p.site[0];
       const int e = launch(row_size_kernel<T>, dim3((x.rows + kThreads / 32 - 1) / (kThreads / 32)), dim3(kThreads), 0, s, x.x, x.rows,
                            x.k, x.ldx, p.paused, scratch);
-      if (e != 0) return e;
+      if (e != 0) return -e;
       p.size = scratch;
     }
-  } else {
-    p.ring_blocks = 0;
   }
-  const int total = p.ring_blocks + p.site[0].blocks + p.site[1].blocks;
-  if (total == 0) return 0;
-  if (four_over_six) return launch(statistics_kernel<T, true>, dim3(total), dim3(kThreads), 0, s, p);
-  return launch(statistics_kernel<T, false>, dim3(total), dim3(kThreads), 0, s, p);
+  return p.ring_blocks + p.site[0].blocks + p.site[1].blocks;
+}
+
+template <typename T>
+int launch_statistics(StatisticsArgs p, int four_over_six, float* scratch, cudaStream_t s) {
+  const int blocks = share_out<T>(p, scratch, s);
+  if (blocks <= 0) return -blocks;
+  return launch(four_over_six ? statistics_kernel<T, true> : statistics_kernel<T, false>, dim3(blocks), dim3(kThreads), 0, s, p);
+}
+
+template <typename In, typename T>
+int launch_sum_statistics(const SumArgs& sum, StatisticsArgs p, int four_over_six, float* scratch, cudaStream_t s) {
+  const int blocks = share_out<T>(p, scratch, s);
+  if (blocks < 0) return -blocks;
+  const unsigned summing = sum_blocks<In>(sum, kThreads);
+  return launch(four_over_six ? sum_statistics_kernel<In, T, true> : sum_statistics_kernel<In, T, false>, dim3(summing + blocks),
+                dim3(kThreads), 0, s, sum, p, summing);
 }
 
 }  // namespace
@@ -257,4 +315,17 @@ extern "C" int quads_statistics(const quads::StatisticsArgs* p, int dtype, int f
   if (p->ring_rows > kMaxRing) return cudaErrorInvalidValue;
   if (dtype == 0) return launch_statistics<__nv_bfloat16>(*p, four_over_six, scratch, s);
   return launch_statistics<__half>(*p, four_over_six, scratch, s);
+}
+
+// The same together with quads_sum. partials: 0 y is of `dtype`, as the output and both sites' rows are, 1 y is float32.
+extern "C" int quads_sum_statistics(const quads::SumArgs* sum, const quads::StatisticsArgs* p, int partials, int dtype,
+                                    int four_over_six, float* scratch, void* stream) {
+  using namespace quads;
+  cudaStream_t s = static_cast<cudaStream_t>(stream);
+  if (p->ring_rows > kMaxRing) return cudaErrorInvalidValue;
+  if (dtype == 0)
+    return partials ? launch_sum_statistics<float, __nv_bfloat16>(*sum, *p, four_over_six, scratch, s)
+                    : launch_sum_statistics<__nv_bfloat16, __nv_bfloat16>(*sum, *p, four_over_six, scratch, s);
+  return partials ? launch_sum_statistics<float, __half>(*sum, *p, four_over_six, scratch, s)
+                  : launch_sum_statistics<__half, __half>(*sum, *p, four_over_six, scratch, s);
 }

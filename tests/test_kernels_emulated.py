@@ -23,7 +23,7 @@ from torch import Tensor
 from vllm_quads.compensation import SiteStatistics, quantize_with_residual
 from vllm_quads.compensation.forms import merged
 from vllm_quads.compensation.linear import quantization_error
-from vllm_quads.kernels._native import AlignArgs, KernelError, QuantizeArgs, find_nvcc, source_directory
+from vllm_quads.kernels._native import AlignArgs, KernelError, QuantizeArgs, SumArgs, find_nvcc, source_directory
 from vllm_quads.kernels.layout import by_chunk
 from vllm_quads.kernels.statistics import SiteArgs, StatisticsArgs
 from vllm_quads.nvfp4 import BlockScaleRule, unswizzle
@@ -50,7 +50,8 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
         pytest.skip("needs g++ and the CUDA headers")
     directory: Path = tmp_path_factory.mktemp("emulated")
     shutil.copy(Path(__file__).parent / "cuda_emulation" / "common.cuh", directory)
-    shutil.copy(source_directory() / "nvfp4_math.cuh", directory)
+    for header in ("nvfp4_math.cuh", "sum.cuh"):
+        shutil.copy(source_directory() / header, directory)
     shared = ("extern __shared__ float4 staged[];", "float4* const staged = emulation::dynamic_shared.data();")
     threshold = "kManyBlocks = 262144"
     jobs, commands = {"few": ("quantize", []), "many": ("quantize", [(threshold, "kManyBlocks = 1")]),
@@ -222,9 +223,9 @@ def reference(statistics: SiteStatistics, x: Tensor, rule: BlockScaleRule, cente
 def test_statistics(native: dict[str, ctypes.CDLL], dtype: torch.dtype, rule: BlockScaleRule) -> None:
     """Two sites in one launch: energies, tokens and ring of the reference, without padding rows, bad rows, pairs of
     nobody, and with nothing gathered while paused."""
-    experts, top_k, tokens, k, inter = 4, 3, 30, 96, 48
+    experts, top_k, tokens, k, inter = 4, 3, 40, 96, 48
     want, got = ([SiteStatistics(k, ring_rows=40), SiteStatistics(inter, experts)] for _ in range(2))
-    center, valid = torch.linspace(-1, 1, k), torch.tensor([27], dtype=torch.int32)
+    center, valid = torch.linspace(-1, 1, k), torch.tensor([37], dtype=torch.int32)
     for step in range(3):
         x, h = heavy_rows(tokens, k, step).to(dtype), heavy_rows(tokens * top_k, inter, step + 9).to(dtype)
         x[step, 5], x[7, 0] = torch.nan, torch.inf
@@ -240,12 +241,20 @@ def test_statistics(native: dict[str, ctypes.CDLL], dtype: torch.dtype, rule: Bl
         args.site[1] = site(h, got[1], group=group, order=order, segments=last, num_segments=two, divisor=top_k)
         for paused in (1, 0):
             got[0].paused.fill_(paused)
-            code = native["statistics"].quads_statistics(
-                ctypes.byref(args), _DTYPES[dtype], int(FOUR[rule]), None, None
-            )
+            how = (_DTYPES[dtype], int(FOUR[rule]), None, None)
+            if step == 2:  # with the sum that ends a layer, which is not paused
+                y, out = torch.randn(tokens * top_k, k).to(dtype), torch.zeros(tokens, k, dtype=dtype)
+                y[group < 0] = torch.nan
+                ending = SumArgs(y=y.data_ptr(), pair_expert=group.data_ptr(), out=out.data_ptr(), ldo=k,
+                                 tokens=tokens, top_k=top_k, columns=k, ldy=k)  # fmt: skip
+                code = native["statistics"].quads_sum_statistics(ctypes.byref(ending), ctypes.byref(args), 0, *how)
+                pairs = y.masked_fill((group < 0)[:, None], 0).float().unflatten(0, (tokens, top_k))
+                assert torch.equal(out, (pairs[:, 0] + pairs[:, 1] + pairs[:, 2]).to(dtype))
+            else:
+                code = native["statistics"].quads_statistics(ctypes.byref(args), *how)
             assert code == 0
-        reference(want[0], x[:27], rule, center)
-        counted = (group >= 0) & (torch.arange(tokens * top_k) < 27 * top_k)
+        reference(want[0], x[:37], rule, center)
+        counted = (group >= 0) & (torch.arange(tokens * top_k) < 37 * top_k)
         reference(want[1], h[counted], rule, group=group[counted])
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a.tokens, b.tokens)

@@ -67,6 +67,17 @@ T shuffle(T v, int lane) {
 }  // namespace emulation
 
 inline void __syncthreads() { emulation::block_barrier->arrive_and_wait(); }
+inline bool __syncthreads_or(bool vote) {
+  static std::atomic<int> votes[2];
+  static thread_local int round = 0;
+  std::atomic<int>& all = votes[round++ % 2];
+  all += vote;
+  __syncthreads();
+  const bool result = all > 0;
+  __syncthreads();
+  if (threadIdx.x == 0) all = 0;
+  return result;
+}
 inline void __threadfence() {}
 template <typename T>
 T __shfl_xor_sync(unsigned, T v, int mask) { return emulation::shuffle(v, (threadIdx.x % 32) ^ mask); }

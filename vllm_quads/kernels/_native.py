@@ -84,6 +84,16 @@ class CastArgs(ctypes.Structure):
     ]
 
 
+class SumArgs(ctypes.Structure):
+    """Mirror of `SumArgs` in csrc/sum.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("y", "pair_expert", "out")),
+        ("ldo", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("tokens", "top_k", "columns", "ldy", "shift")),
+    ]
+
+
 class UnarrangeArgs(ctypes.Structure):
     """Mirror of `UnarrangeArgs` in csrc/unarrange.cu."""
 
@@ -196,10 +206,7 @@ def library() -> ctypes.CDLL:
     lib.quads_moe_batch_capacity.argtypes = [integer]
     lib.quads_quantize.argtypes = [pointer, integer, integer, integer, pointer]
     lib.quads_prologue.argtypes = [pointer, pointer, integer, integer, pointer]
-    lib.quads_sum.argtypes = [
-        *(pointer, pointer, pointer, integer, integer, integer, integer, integer, ctypes.c_int64, integer, integer),
-        pointer,
-    ]
+    lib.quads_sum.argtypes = [pointer, integer, integer, pointer]
     lib.quads_unarrange.argtypes = [pointer, pointer]
     lib.quads_install.argtypes = [pointer, integer, pointer]
     lib.quads_cast.argtypes = [pointer, integer, pointer]

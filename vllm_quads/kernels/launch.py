@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_quads.kernels import _native
-from vllm_quads.kernels._native import DTYPES, CastArgs, GemmArgs, QuantizeArgs
+from vllm_quads.kernels._native import DTYPES, CastArgs, GemmArgs, QuantizeArgs, SumArgs
 from vllm_quads.kernels.layout import K_BLOCK
 from vllm_quads.kernels.plan import DeviceLimits, Gemm, GemmChoice
 
@@ -101,23 +101,26 @@ def device_limits() -> DeviceLimits:
     )
 
 
-def sum_rows(y: Tensor, pair_expert: Tensor | None, out: Tensor, top_k: int, splits: int) -> None:
+def sum_args(y: Tensor, pair_expert: Tensor | None, out: Tensor, top_k: int, splits: int) -> SumArgs:
     """out [M, N] = sum of y [M * top_k * splits, N] over a token's pairs and their K splits, in order, in float32.
 
-    pair_expert: int32 [M * top_k], negative pairs are left out; None: all count.
+    pair_expert: int32 [M * top_k], negative pairs are left out; None: all count. splits: a power of two.
     """
-    code = _native.library().quads_sum(
-        y.data_ptr(),
-        _native.pointer(pair_expert),
-        out.data_ptr(),
-        out.shape[0],
-        top_k,
-        splits,
-        out.shape[1],
-        y.stride(0),
-        out.stride(0),
-        DTYPES[y.dtype],
-        DTYPES[out.dtype],
-        _native.stream(),
+    return SumArgs(
+        y=y.data_ptr(),
+        pair_expert=_native.pointer(pair_expert),
+        out=out.data_ptr(),
+        ldo=out.stride(0),
+        tokens=out.shape[0],
+        top_k=top_k,
+        columns=out.shape[1],
+        ldy=y.stride(0),
+        shift=splits.bit_length() - 1,
     )
+
+
+def sum_rows(y: Tensor, pair_expert: Tensor | None, out: Tensor, top_k: int, splits: int) -> None:
+    """Launch the sum of `sum_args`."""
+    args = sum_args(y, pair_expert, out, top_k, splits)
+    code = _native.library().quads_sum(ctypes.byref(args), DTYPES[y.dtype], DTYPES[out.dtype], _native.stream())
     _native.check(code, "sum over top-k")

@@ -4,7 +4,7 @@
     prepared = prepare_moe_weights(w13_codes, w13_scales, w13_decode, w2_codes, w2_scales, w2_decode)
     y = quads_moe(x, prepared, topk_weights, topk_ids, compensation=..., four_over_six=...)
 
-Five launches (two more for many pairs, one for statistics), no host synchronisation, CUDA-graph capturable, all with
+Five launches (two more for many pairs), no host synchronisation, CUDA-graph capturable, all with
 programmatic dependent launch:
 
     group pairs by expert + quantize x -> GEMM 1 with SiLU·mul -> quantize h -> GEMM 2 -> sum over top-k
@@ -32,6 +32,7 @@ from vllm_quads.kernels.launch import (
     cast_rows,
     device_limits,
     launch_gemm,
+    sum_args,
     sum_rows,
 )
 from vllm_quads.kernels.layout import K_BLOCK, arrange_into, arranged_shape, padded_k, unarrange
@@ -309,14 +310,17 @@ def quads_moe(
     gemm.ldo = prepared.hidden
     gemm.splits = plan.splits
     launch_gemm(gemm, PLAIN, DTYPES[y.dtype], plan.second, tuning.early_weights)
-    sum_rows(y, pair_expert, out, top_k, plan.splits)
-    if statistics is not None and quantized:
+    if statistics is None or not quantized:
+        sum_rows(y, pair_expert, out, top_k, plan.splits)
+    else:
         assert statistics.w2 is not None
         first = site_args(x, statistics.w13, center=c.center13, g=g13)
         second = site_args(h, statistics.w2, g=g2, group=pair_expert, divisor=top_k)
         second.order, second.segments = sorted_pairs.data_ptr(), segments.data_ptr()
         second.num_segments = num_segments.data_ptr()
-        launch_statistics(statistics, (first, second), x.dtype, four_over_six, decode1 if g13 is None else None)
+        scales = decode1 if g13 is None else None
+        ending = (sum_args(y, pair_expert, out, top_k, plan.splits), y.dtype)
+        launch_statistics(statistics, (first, second), x.dtype, four_over_six, scales, ending)
     return out
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error statistics of quantized activations on Hopper, in one launch that captured CUDA graphs may hold.
+"""Error statistics of quantized activations on Hopper, in one launch that captured CUDA graphs may hold; those of a MoE
+layer join the launch that ends it.
 
 Sums up what `compensation.SiteStatistics.update` does, from the activations alone: the kernel quantizes them once more.
 The accumulators are those of `SiteStatistics`, which has a switch on the device that says whether a replay gathers.
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm_quads.kernels import _native
+from vllm_quads.kernels._native import SumArgs
 from vllm_quads.nvfp4.errors import FormatError
 from vllm_quads.nvfp4.formats import check_k
 
@@ -76,7 +78,9 @@ class Gathering:
 @functools.cache
 def _library() -> ctypes.CDLL:
     lib = _native.library()
-    lib.quads_statistics.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    lib.quads_statistics.argtypes = [pointer, integer, integer, pointer, pointer]
+    lib.quads_sum_statistics.argtypes = [pointer, pointer, integer, integer, integer, pointer, pointer]
     return lib
 
 
@@ -115,11 +119,17 @@ def site_args(
 
 
 def launch_statistics(
-    gathering: Gathering, sites: tuple[SiteArgs, ...], dtype: torch.dtype, four_over_six: bool, decode: Tensor | None
+    gathering: Gathering,
+    sites: tuple[SiteArgs, ...],
+    dtype: torch.dtype,
+    four_over_six: bool,
+    decode: Tensor | None,
+    ending: tuple[SumArgs, torch.dtype] | None = None,
 ) -> None:
     """One launch for the sites of a layer, the input first.
 
-    decode: float32 [M], the decode global scales of the input's rows if those are one per row, else None.
+    decode: float32 [M], the decode global scales of the input's rows if those are one per row, else None. ending: what
+    the same launch sums to rows of `dtype`, and what dtype it sums (`dtype` or float32).
     """
     args = StatisticsArgs(paused=gathering.w13.paused.data_ptr(), valid=_native.pointer(gathering.valid))
     for i, site in enumerate(sites):
@@ -136,9 +146,13 @@ def launch_statistics(
         args.size = _native.pointer(decode)
         if decode is None:
             scratch = torch.empty(sites[0].rows, dtype=torch.float32, device=ring.device)
-    code = _library().quads_statistics(
-        ctypes.byref(args), _native.DTYPES[dtype], int(four_over_six), _native.pointer(scratch), _native.stream()
-    )
+    how = (_native.DTYPES[dtype], int(four_over_six), _native.pointer(scratch), _native.stream())
+    if ending is None:
+        code = _library().quads_statistics(ctypes.byref(args), *how)
+    else:
+        total, partials = ending
+        float32 = int(partials is torch.float32)
+        code = _library().quads_sum_statistics(ctypes.byref(total), ctypes.byref(args), float32, *how)
     _native.check(code, "error statistics")
 
 
