@@ -8,7 +8,8 @@ has been worked out before (`inventory.Plan`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -38,32 +39,39 @@ class Installer:
         self._disk_names: dict[str, str] = {}
 
     def receive(self, refit: OpenRefit, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take whole tensors, and install every unit that they complete."""
+        """Take whole tensors, and install every unit that they complete.
+
+        What `Lasting` or a sequence gives is read where it lies, and copied at the end if a unit still waits for more.
+        """
         lasting = isinstance(tensors, Lasting)
-        specs, slots = refit.manifest.tensors, refit.plan.slots
+        held = lasting or isinstance(tensors, Sequence)
+        specs, slots, timer = refit.manifest.tensors, refit.plan.slots, refit.timer
         plain: list[tuple[str, Tensor]] = []
+        borrowed: dict[str, Arrivals] = {}
         copied = 0
         for name, tensor in _timed(refit, tensors):
             check_promised(specs.get(name), refit.outstanding, name, tensor)
             refit.outstanding.discard(name)
             refit.bytes += tensor.nbytes
             refit.last = name
+            tensor = tensor.detach()
+            in_place = held and tensor.device == self._device
             slot = slots.get(name)
             if slot is not None:
-                arrivals = refit.arrivals[slot.unit.name]
-                if lasting and tensor.device == self._device:
-                    arrivals.accept(slot, tensor.detach())
-                else:
-                    with refit.timer.phase("transfer"):
-                        arrivals.accept(slot, tensor.detach())
-                        if arrivals.waiting and not lasting:
-                            arrivals.own()
+                unit = slot.unit.name
+                arrivals = refit.arrivals[unit]
+                with nullcontext() if in_place else timer.phase("transfer"):
+                    arrivals.accept(slot, tensor)
+                    if arrivals.waiting and not held:
+                        arrivals.own()
                 if arrivals.waiting == 0:
-                    self._install(refit, refit.arrivals.pop(slot.unit.name))
+                    borrowed.pop(unit, None)
+                    self._install(refit, refit.arrivals.pop(unit))
+                elif not lasting:
+                    borrowed[unit] = arrivals
             elif name in refit.plan.plain:
-                tensor = tensor.detach()
-                if not lasting or tensor.device != self._device:
-                    with refit.timer.phase("transfer"):
+                if not in_place:
+                    with timer.phase("transfer"):
                         tensor = tensor.to(self._device, copy=True)
                     copied += tensor.nbytes
                 plain.append((name, tensor))
@@ -71,6 +79,9 @@ class Installer:
                     self._load_plain(refit, plain)
                     plain, copied = [], 0
         self._load_plain(refit, plain)
+        for arrivals in borrowed.values():
+            with timer.phase("transfer"):
+                arrivals.own()
 
     # -- quantized -------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,8 @@ from vllm_quads.refit.report import RefitReport
 class Lasting:
     """Tensors that stay as they are until the refit has ended: an engine in the same process reads them where they lie.
 
-    What else is passed to `load` may be overwritten as soon as the next tensor is asked for, or `load` returns.
+    What else is passed to `load` may be overwritten when `load` returns or, unless it is a sequence, as soon as the
+    next tensor is asked for.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -24,8 +24,9 @@ class RefitReport:
     """Bytes received."""
     seconds: Mapping[str, float]
     """Seconds per phase: `validate`, `transfer` (waiting for tensors, and moving them), `quantize`, `undo` (keeping the
-    previous bytes), `install`, `derive` (operands recomputed from weights and compensation state), `verify`; of the
-    slowest rank. A trainer adds its own under `trainer_...`."""
+    previous bytes), `install` (digests of what is written included), `derive` (operands recomputed from weights and
+    compensation state), `verify` (reading the digests); of the slowest rank. A trainer adds its own under
+    `trainer_...`."""
     digests: Mapping[str, int] = field(default_factory=dict)
     """Digest of each unit (see `nvfp4.fingerprint`), over all ranks."""
     payload: str = "packed"
