@@ -30,6 +30,7 @@ os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
 import torch
 
+from vllm_quads.bench import environment
 from vllm_quads.bench.engines import ENGINES, QWEN3_30B_A3B, write_model
 
 START = time.perf_counter()
@@ -392,7 +393,7 @@ def main() -> None:
     faulthandler.enable()
     if options.out is not None:
         say.file = options.out / f"refit-{options.kind}.jsonl"  # type: ignore[attr-defined]
-    say(event="start", device=torch.cuda.get_device_name(), torch=torch.__version__, layers=options.layers)
+    say(event="start", layers=options.layers, environment=environment.describe())
     with TemporaryDirectory() as directory:
         if options.kind == "quads":
             quads(options, Path(directory))

@@ -21,7 +21,14 @@ def plot(result: Result, path: Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    special = {"moe": _moe, "quantize": _quantize, "serve": _serve, "logprobs": _bars, "training": _training}
+    special = {
+        "moe": _moe,
+        "quantize": _quantize,
+        "serve": _serve,
+        "logprobs": _bars,
+        "training": _training,
+        "refit": _refit,
+    }
     figure = special.get(result.bench, _lines)(result, plt)
     e = result.environment
     versions = ", ".join(f"{n} {e[n]}" for n in ("vllm-quads", "torch", "vllm") if n in e)
@@ -139,6 +146,23 @@ def _training(result: Result, plt: Any) -> Any:
     axes[0].invert_yaxis()
     axes[0].axvline(1.0, color="#dc2626", linewidth=0.8)
     _tidy(*axes)
+    return figure
+
+
+def _refit(result: Result, plt: Any) -> Any:
+    """Seconds of the last repeat as bars on a logarithmic axis."""
+    bars = [s for s in result.series if s.role != "check"]
+    figure, axis = plt.subplots(figsize=(9, 1.5 + 0.4 * len(bars)), layout="constrained")
+    colors = {"quads": _OURS[0], "peer": _PEERS[0], "floor": _FLOORS[2]}
+    drawn = axis.barh(
+        [s.name for s in bars], [s.values[max(s.values)] for s in bars], color=[colors[s.role] for s in bars]
+    )
+    axis.bar_label(drawn, fmt="%.3g s", padding=3, fontsize=8)
+    axis.set_xscale("log")
+    axis.margins(x=0.2)
+    axis.invert_yaxis()
+    axis.set_xlabel("seconds (last repeat)")
+    _tidy(axis)
     return figure
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from vllm_quads.nvfp4.errors import QuadsError
 
 SCHEMA = 1
-BENCHES = ("moe", "quantize", "weights", "training", "serve", "logprobs")
+BENCHES = ("moe", "quantize", "weights", "training", "serve", "logprobs", "refit")
 ROLES = ("quads", "peer", "floor", "check")
 """`quads`: ours; `peer`: somebody else's; `floor`: a bound; `check`: a number that is no time (an error, a share)."""
 
