@@ -26,7 +26,7 @@ from vllm_quads.refit import TensorSpec
 
 
 class PushStream:
-    """One push of a payload: `specs`, then `check`, then the tensors, then `digests`."""
+    """One push of a payload: `measure` and `specs`, then `check`, then the tensors, then `digests`."""
 
     def __init__(self, payload: Payload, *, packed: bool = True, digest: bool = True) -> None:
         """Nothing is computed yet. packed: NVFP4, else BF16; digest: compute digests while sending."""
@@ -34,6 +34,7 @@ class PushStream:
         self._packed = packed
         self._digest = digest
         self._amax: dict[str, Tensor] = {}
+        self._check: FiniteCheck | None = None
         self._digests = UnitDigests()
         self._kept: dict[str, WeightQuantizer] = {}
         self.sharded = payload.sharded
@@ -80,27 +81,31 @@ class PushStream:
         return specs
 
     @torch.no_grad()
-    def check(self) -> None:
-        """The amax of every quantized weight, with one wait for the device. Raises FormatError on NaN or Inf, by name.
-
-        A collective of all ranks under FSDP2.
-        """
+    def measure(self) -> None:
+        """Start to compute the amax of every quantized weight. A collective of all ranks under FSDP2."""
         self._payload.reshard()
-        check = FiniteCheck()
+        self._check = FiniteCheck()
         groups: dict[str, list[Tensor]] = {}
         for weight in self._payload.weights():
             tensor = weight.tensor
             own = full_amax(tensor, weight.name) if self.sharded else weight_amax(tensor.detach())
-            check.add(weight.name, own)
+            self._check.add(weight.name, own)
             frozen = self._payload.frozen.get(weight.name)
             self._amax[weight.name] = own if frozen is None else frozen.to(own.device)
             if frozen is None and own.dim() == 0:
                 groups.setdefault(scale_group(weight.name), []).append(own)
-        check.check()
         for weight in self._payload.weights():
             group = groups.get(scale_group(weight.name), [])
             if len(group) > 1:
                 self._amax[weight.name] = torch.stack(group).amax(dim=0)
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Wait once for what `measure` has started, or start it. Raises FormatError on NaN or Inf, by name."""
+        if self._check is None:
+            self.measure()
+        assert self._check is not None
+        self._check.check()
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

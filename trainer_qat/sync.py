@@ -112,10 +112,13 @@ class RolloutSync:
         try:
             _check_version(policy_version)
             compensation = _checked_sensitivities({} if sensitivities is None else sensitivities)
+            stream.measure()
+            manifest = None
+            if self.engine is not None:  # while the device measures
+                manifest = self._manifest(self.engine, stream.specs(), policy_version, compensation, rollback)
             stream.check()
             checked = time.perf_counter()
-            if self.engine is not None:
-                manifest = self._manifest(self.engine, stream.specs(), policy_version, compensation, rollback)
+            if self.engine is not None and manifest is not None:
                 report = self._transfer(self.engine, manifest, stream, tensors)
         except BaseException as e:
             error = e
