@@ -10,6 +10,7 @@
 //   - all row ranges of a segment that this block has are streamed past the tokens, which stay where they are;
 //   - warps that share rows split K and add their accumulators in a fixed order, so results do not depend on the run,
 //     on the other tokens of the batch, or on which block computed them.
+#include "mma.cuh"
 #include "moe_params.cuh"
 
 namespace quads {
@@ -55,20 +56,6 @@ __host__ __device__ Layout make_layout(int kblocks, int max_tokens) {
   return l;
 }
 
-__device__ __forceinline__ void ldmatrix_x4(uint32_t address, uint32_t (&r)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // Weight registers of one warp and stage: 32 rows x 64 k.
 struct Fragment {
   uint4 codes[2];
@@ -89,14 +76,8 @@ struct Consumer {
     mbar_wait(full, phase);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(f.codes[i].x), "=r"(f.codes[i].y), "=r"(f.codes[i].z), "=r"(f.codes[i].w)
-                   : "r"(stage + offset_codes + i * 512)
-                   : "memory");
-      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                   : "=r"(f.scales[i].x), "=r"(f.scales[i].y)
-                   : "r"(stage + offset_scales + i * 64)
-                   : "memory");
+      load_shared(stage + offset_codes + i * 512, f.codes[i]);
+      load_shared(stage + offset_scales + i * 64, f.scales[i]);
     }
     if (lane == 0) mbar_arrive(full + 8 * kMaxStages);
     full += 8;

@@ -112,14 +112,8 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& sh
 #pragma unroll
     for (int i = 0; i < RT; ++i) {
       const uint32_t at = ring.slot * Weights::kBytes + i * kBlockBytes;
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(codes[i].x), "=r"(codes[i].y), "=r"(codes[i].z), "=r"(codes[i].w)
-                   : "r"(at + code_offset)
-                   : "memory");
-      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                   : "=r"(scales[i].x), "=r"(scales[i].y)
-                   : "r"(at + scale_offset)
-                   : "memory");
+      load_shared(at + code_offset, codes[i]);
+      load_shared(at + scale_offset, scales[i]);
     }
   };
 #define QUADS_DECODE(KSTEP)        \
@@ -270,7 +264,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int units = num_segments(p) * units_per_segment;
 
   if (threadIdx.x < 128) {  // producer warpgroup
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::kProducerRegisters));
+    fewer_registers<Shape::kProducerRegisters>();
     constexpr int kRows = Shape::TOKENS / 16;  // of a thread
     const int tid = threadIdx.x, chunk = tid % 8, first_row = tid / 8;
     Ring ring;
@@ -320,7 +314,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
         cp_async_commit();
         if (in_flight == kLag) {
           cp_async_wait<kLag>();
-          asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+          fence_proxy_async();
           mbar_arrive(bar.operand + 8 * pending[0]);
         } else {
           ++in_flight;
@@ -332,14 +326,14 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       }
     }
     cp_async_wait<0>();
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    fence_proxy_async();
 #pragma unroll
     for (int i = 0; i < kLag; ++i)
       if (i >= kLag - in_flight) mbar_arrive(bar.operand + 8 * pending[i]);
     return;
   }
 
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::kConsumerRegisters));
+  more_registers<Shape::kConsumerRegisters>();
   const int consumer = threadIdx.x / 128 - 1, rg = consumer % Shape::RG;
   const int kg = KG == 1 ? 0 : __shfl_sync(0xFFFFFFFFu, consumer / Shape::RG, 0);
   Ring ring;

@@ -14,6 +14,12 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
+// A warpgroup gives registers back, or takes more.
+template <int N>
+__device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N>
+__device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+
 // Descriptor of a K-major tile: rows of 128 bytes, 16-byte chunk c of row r stored at chunk c ^ (r % 8), groups of 8 rows
 // 1024 bytes apart; the tile is 1024-byte aligned. kstep: 16 k further each. The address should be the same in all threads as
 // far as the compiler can see: descriptors live in uniform registers.

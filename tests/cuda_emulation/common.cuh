@@ -44,6 +44,7 @@ inline std::unique_ptr<std::barrier<>> block_barrier;
 inline std::vector<std::unique_ptr<std::barrier<>>> warp_barriers;
 inline uint32_t lanes[64][32];
 inline std::mutex atomics;
+inline void (*before_block)() = nullptr;
 
 // One value of each lane of the warp, all at once.
 template <typename F>
@@ -163,6 +164,7 @@ cudaError_t launch(void (*kernel)(KArgs...), dim3 grid, dim3 block, size_t smem,
   blockDim.x = block.x;
   for (unsigned b = 0; b < grid.x; ++b) {
     blockIdx.x = b;
+    if (emulation::before_block != nullptr) emulation::before_block();
     emulation::dynamic_shared.assign(smem / 16 + 1, make_float4(NAN, NAN, NAN, NAN));
     emulation::block_barrier = std::make_unique<std::barrier<>>(block.x);
     emulation::warp_barriers.clear();
