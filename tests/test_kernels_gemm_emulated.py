@@ -52,7 +52,7 @@ WHOLE_WARP = "if (lane == 0) mbar_arrive(full + 8 * kMaxStages);"
 
 @pytest.fixture(scope="module")
 def gemms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
-    """Host libraries "wgmma" (batch, wide, prefill) and "decode" libraries with a function gemm(args, kind, swiglu, early)."""
+    """Host libraries, "wgmma" (batch, wide, prefill) and "decode", each with gemm(args, kind, swiglu, early)."""
     compiler, include = shutil.which("g++"), _cuda_include()
     if compiler is None or include is None:
         pytest.skip("needs g++ and the CUDA headers")
