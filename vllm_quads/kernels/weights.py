@@ -32,8 +32,10 @@ _WORDS = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32
 _BLOCKS = 128
 """Blocks of 16 weights in a tile."""
 _WARPS = 4
-_PROGRAMS_PER_SM = 32
-_GUARDED_SHARE = 8
+_PROGRAMS_PER_SM = 96
+_GUARDED_PROGRAMS_PER_SM = 4
+"""A guarded kernel has nothing to do as a rule."""
+_DIGEST_PROGRAMS_PER_SM = 32
 _DIGEST_TILE = (32, 32)
 _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -256,7 +258,8 @@ def digest_stack(
     words = codes.view(torch.int32)
     tile_rows, tile_columns = _DIGEST_TILE
     across = -(-(half_k // 4) // tile_columns)
-    groups = max(1, min(-(-rows // tile_rows), -(-_programs(codes.device) // (matrices * across))))
+    wanted = -(-_programs(codes.device, _DIGEST_PROGRAMS_PER_SM) // (matrices * across))
+    groups = max(1, min(-(-rows // tile_rows), wanted))
     programs = across * groups
     out.zero_()
     with _on(codes.device):
@@ -391,20 +394,20 @@ def _dequantize(
 def _launch(kernel: Any, geometry: _Geometry, matrices: int, *args: Any, **options: Any) -> None:
     device = args[0].device
     tiles = -(-geometry.blocks // _BLOCKS)
-    # A guarded kernel has nothing to do as a rule, so it starts fewer programs.
-    wanted = _programs(device) // (_GUARDED_SHARE if options.get("GUARDED") else 1)
-    programs = max(1, min(tiles, -(-wanted // matrices)))
+    per_sm = _GUARDED_PROGRAMS_PER_SM if options.get("GUARDED") else _PROGRAMS_PER_SM
+    wanted = max(1, min(tiles, -(-_programs(device, per_sm) // matrices)))
+    programs = -(-tiles // -(-tiles // wanted))  # all of them with the same number of tiles, or one less
     with _on(device):
         # Without fusion every operation is rounded once, as in the reference.
         kernel[(programs, matrices)](*args, **options, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False)
 
 
 @functools.cache
-def _programs(device: torch.device) -> int:
-    """Programs that fill the device."""
+def _programs(device: torch.device, per_sm: int) -> int:
+    """Programs of a launch; more than run at a time, since those that wait start wherever another one ends."""
     if device.type != "cuda":
         return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_SM
+    return torch.cuda.get_device_properties(device).multi_processor_count * per_sm
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
