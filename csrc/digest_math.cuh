@@ -20,18 +20,17 @@ QUADS_DIGEST uint64_t position_weight(int64_t position) {
   return ((i ^ (uint64_t)((int64_t)i >> 27)) * kFinal) | 1;
 }
 
-// Words as they are mixed: `low` and `high` of (word + offset) * kMix, xored with itself shifted right by 31, as a signed number.
-struct Mixed {
+// (word + offset) * kMix, xored with itself shifted right by 31 as a signed number.
+struct alignas(8) Mixed {
   uint32_t low, high;
 };
-QUADS_DIGEST Mixed mixed(uint32_t unsigned_word, uint64_t offset) {
-  const uint64_t p = (uint64_t)unsigned_word * (uint32_t)kMix + offset;
-  const uint32_t low = (uint32_t)p, high = (uint32_t)(p >> 32) + unsigned_word * (uint32_t)(kMix >> 32);
+constexpr uint64_t kMixedZero = kMixOffset * kMix;
+QUADS_DIGEST Mixed mixed(int32_t word, uint64_t zero = kMixedZero) {
+  static_assert((kMix & 0x80000000u) == 0, "the lower half is multiplied as a signed number");
+  const uint64_t p = (uint64_t)((int64_t)word * (int32_t)(uint32_t)kMix) + zero;
+  const uint32_t low = (uint32_t)p, high = (uint32_t)(p >> 32) + (uint32_t)word * (uint32_t)(kMix >> 32);
   return {low ^ (high << 1 | low >> 31), high ^ (uint32_t)((int32_t)high >> 31)};
 }
-// Of a signed 32-bit word, which is its unsigned form with the sign bit flipped, less 2^31.
-QUADS_DIGEST Mixed mixed_word(uint32_t word) { return mixed(word ^ 0x80000000u, (kMixOffset - 0x80000000ull) * kMix); }
-QUADS_DIGEST Mixed mixed_byte(uint32_t byte) { return mixed(byte, kMixOffset * kMix); }
 
 // A sum of products, modulo 2^64; what concerns the upper half alone is added there once.
 struct DigestSum {
@@ -39,9 +38,16 @@ struct DigestSum {
   uint32_t high = 0;
   QUADS_DIGEST void add(Mixed x, uint64_t weight) {
     const uint32_t w = (uint32_t)weight;
+    const uint32_t above = (uint32_t)(weight >> 32);
+#ifdef __CUDA_ARCH__
+    // Three instructions on the pipe that is not busy; the compiler would add zeros and make a tree of the sums.
+    asm("mad.wide.u32 %0, %1, %2, %0;" : "+l"(low) : "r"(x.low), "r"(w));
+    asm("mad.lo.u32 %0, %1, %2, %0;" : "+r"(high) : "r"(x.high), "r"(w));
+    asm("mad.lo.u32 %0, %1, %2, %0;" : "+r"(high) : "r"(x.low), "r"(above));
+#else
     low += (uint64_t)x.low * w;
-    high += x.high * w;
-    high += x.low * (uint32_t)(weight >> 32);
+    high += x.high * w + x.low * above;
+#endif
   }
   QUADS_DIGEST uint64_t value() const { return low + ((uint64_t)high << 32); }
 };
@@ -50,7 +56,7 @@ struct DigestSum {
 QUADS_DIGEST uint64_t digest_of_scalar(uint32_t bits) {
   DigestSum sum;
   const uint64_t w = position_weight(0);
-  sum.add(mixed_word(bits), w * w);
+  sum.add(mixed((int32_t)bits), w * w);
   return sum.value();
 }
 

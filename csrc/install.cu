@@ -39,6 +39,14 @@ constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kMaxShared = 200 * 1024;
 enum : int { kBadScale = 1, kBadGlobal = 2, kBadAmax = 4 };
 
+// A value that is not to be computed again wherever it is used.
+template <typename T>
+__device__ __forceinline__ void keep(T& x) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+l"(x));
+#endif
+}
+
 __device__ __forceinline__ uint64_t warp_sum(uint64_t x) {
 #pragma unroll
   for (int mask = 16; mask >= 1; mask >>= 1) {
@@ -53,7 +61,7 @@ __device__ __forceinline__ uint32_t load_scales(const uint8_t* at, int steps) {
   uint32_t s = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    if (i < steps) s |= (uint32_t)at[i] << 8 * i;
+    if (i < steps) s |= (uint32_t)__ldg(at + i) << 8 * i;
   return s;
 }
 
@@ -117,11 +125,14 @@ __device__ __forceinline__ Quantized quantize_codes(const Block& block, const Ro
 
 template <bool QUANTIZE, bool DIGEST>
 __global__ void __launch_bounds__(kThreads, QUANTIZE ? 4 : 6) install_kernel(const InstallArgs p, int sharing) {
-  extern __shared__ uint64_t column_weights[];  // of codes [kblocks * 8], of scales [kblocks * 4]; 0 beyond K
+  extern __shared__ uint64_t shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane >> 2, t = lane & 3;
   const int total_steps = p.k / 16, parts = p.gate_up ? 2 : 1;
+  Mixed* const mixed_bytes = reinterpret_cast<Mixed*>(shared);  // [256]: scales of a stack are few different bytes
+  uint64_t* const column_weights = shared + 256;                // of codes [kblocks * 8], of scales [kblocks * 4]; 0 beyond K
   const uint64_t* const scale_weights = column_weights + p.kblocks * 8;
   if constexpr (DIGEST) {
+    for (int i = threadIdx.x; i < 256; i += kThreads) mixed_bytes[i] = mixed(i);
     for (int i = threadIdx.x; i < p.kblocks * 12; i += kThreads) {
       const bool code = i < p.kblocks * 8;
       const int column = code ? i : i - p.kblocks * 8;
@@ -152,6 +163,8 @@ __global__ void __launch_bounds__(kThreads, QUANTIZE ? 4 : 6) install_kernel(con
     const int part = r < parts ? r : 0;
     row[r] = p.source + expert * p.source_stride[0] + part * p.source_stride[1] + channel[r] * p.source_stride[2];
     scale_row[r] = p.scales + expert * p.scale_stride[0] + part * p.scale_stride[1] + channel[r] * p.scale_stride[2];
+    keep(row[r]);
+    keep(scale_row[r]);
   }
   const int group = tile / kGroupTiles * kGroupTiles, tiles = min(kGroupTiles, p.row_tiles - group);
   const int pitch = tiles * kBlockBytes;  // from a K block to the next
@@ -168,7 +181,31 @@ __global__ void __launch_bounds__(kThreads, QUANTIZE ? 4 : 6) install_kernel(con
       row_scales[r] = row_scale(encode_scale(amax, kRangeMaxToSix));
     }
   }
+  const auto load = [&](int kb, uint2 (&codes)[4][2], uint32_t (&scale_bytes)[2]) {
+    if (whole) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint2* const at = reinterpret_cast<const uint2*>(row[r] + (kb * 4 + t) * 8);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) codes[j][r] = __ldcs(at + 4 * j);
+        scale_bytes[r] = __ldg(reinterpret_cast<const uint32_t*>(scale_row[r]) + kb + t);
+      }
+      return;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int steps = channel[r] >= 0 ? total_steps : 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int step = (kb + j) * 4 + t;
+        codes[j][r] = step < steps ? __ldcs(reinterpret_cast<const uint2*>(row[r] + step * 8)) : make_uint2(0, 0);
+      }
+      scale_bytes[r] = load_scales(scale_row[r] + (kb + t) * 4, steps - (kb + t) * 4);
+    }
+  };
   DigestSum sums[2];
+  uint64_t zero = kMixedZero;
+  keep(zero);
   int bad = 0;
 
   for (int kb = first; kb < first + length; kb += 4, block += 4 * pitch) {
@@ -195,25 +232,8 @@ __global__ void __launch_bounds__(kThreads, QUANTIZE ? 4 : 6) install_kernel(con
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r) scale_bytes[r] = transposed(own[r]);
-    } else if (whole) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const uint2* const at = reinterpret_cast<const uint2*>(row[r] + (kb * 4 + t) * 8);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) codes[j][r] = __ldcs(at + 4 * j);
-        scale_bytes[r] = __ldg(reinterpret_cast<const uint32_t*>(scale_row[r]) + kb + t);
-      }
     } else {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int steps = channel[r] >= 0 ? total_steps : 0;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int step = (kb + j) * 4 + t;
-          codes[j][r] = step < steps ? *reinterpret_cast<const uint2*>(row[r] + step * 8) : make_uint2(0, 0);
-        }
-        scale_bytes[r] = load_scales(scale_row[r] + (kb + t) * 4, steps - (kb + t) * 4);
-      }
+      load(kb, codes, scale_bytes);
     }
 
     if (bad_scales(scale_bytes[0]) || bad_scales(scale_bytes[1])) bad = kBadScale;
@@ -227,8 +247,8 @@ __global__ void __launch_bounds__(kThreads, QUANTIZE ? 4 : 6) install_kernel(con
         const ulonglong2 weight = at[i];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          sums[r].add(mixed_byte(scale_bytes[r] >> 16 * i & 0xFFu), weight.x);
-          sums[r].add(mixed_byte(scale_bytes[r] >> (16 * i + 8) & 0xFFu), weight.y);
+          sums[r].add(mixed_bytes[scale_bytes[r] >> 16 * i & 0xFFu], weight.x);
+          sums[r].add(mixed_bytes[scale_bytes[r] >> (16 * i + 8) & 0xFFu], weight.y);
         }
       }
     }
@@ -238,8 +258,8 @@ __global__ void __launch_bounds__(kThreads, QUANTIZE ? 4 : 6) install_kernel(con
         const ulonglong2 weight = *reinterpret_cast<const ulonglong2*>(column_weights + (kb + j) * 8 + 2 * t);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          sums[r].add(mixed_word(codes[j][r].x), weight.x);
-          sums[r].add(mixed_word(codes[j][r].y), weight.y);
+          sums[r].add(mixed((int32_t)codes[j][r].x, zero), weight.x);
+          sums[r].add(mixed((int32_t)codes[j][r].y, zero), weight.y);
         }
       }
       uint32_t words[4];
@@ -276,7 +296,7 @@ __global__ void __launch_bounds__(kThreads, QUANTIZE ? 4 : 6) install_kernel(con
 template <bool QUANTIZE, bool DIGEST>
 cudaError_t install(const InstallArgs& p, cudaStream_t stream) {
   const int quads = p.kblocks / 4, sharing = quads % 4 == 0 && quads >= 12 ? 4 : quads % 2 == 0 && quads >= 6 ? 2 : 1;
-  const size_t shared = DIGEST ? (size_t)p.kblocks * 12 * sizeof(uint64_t) : 0;
+  const size_t shared = DIGEST ? ((size_t)p.kblocks * 12 + 256) * sizeof(uint64_t) : 0;
   if (shared > kMaxShared) return cudaErrorInvalidValue;
   const cudaError_t e = allow_shared_memory<install_kernel<QUANTIZE, DIGEST>>(DIGEST ? kMaxShared : 0);
   if (e != cudaSuccess) return e;

@@ -54,8 +54,8 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
     shutil.copy(Path(__file__).parent / "cuda_emulation" / "common.cuh", directory)
     for name in ("arrange_math", "digest_math", "nvfp4_math", "transpose", "weights"):
         shutil.copy(_native.source_directory() / f"{name}.cuh", directory)
-    shared = "extern __shared__ uint64_t column_weights[];"
-    memory = "uint64_t* const column_weights = reinterpret_cast<uint64_t*>(emulation::dynamic_shared.data());"
+    shared = "extern __shared__ uint64_t shared[];"
+    memory = "uint64_t* const shared = reinterpret_cast<uint64_t*>(emulation::dynamic_shared.data());"
     flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", f"-I{include}"]
     processes = []
     for name in ("install", "unarrange"):
@@ -89,7 +89,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             monkeypatch.setattr(module, "_on_hopper", lambda t: True)
         monkeypatch.setattr(_native, "library", lambda: library)
         monkeypatch.setattr(_native, "stream", lambda: None)
-        monkeypatch.setattr(torch.cuda, "device", lambda d: contextlib.nullcontext())
+        monkeypatch.setattr(_native, "on_device", lambda d: contextlib.nullcontext())
     return "cuda" if request.param == "cuda" else "cpu"
 
 

@@ -12,6 +12,8 @@ are one to one.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -264,7 +266,12 @@ def _check_arranged(codes: Tensor, scales: Tensor, out: Tensor, gate_up: bool) -
 
 
 def _on_hopper(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
+    return x.is_cuda and _is_hopper(x.device)
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _e5m3(scales: Tensor) -> Tensor:
