@@ -533,6 +533,11 @@ def test_without_an_undo_log_a_failed_refit_refuses_to_serve(
     for _ in range(2):
         with pytest.raises(RefitError, match=r"cannot serve: a refit to policy version \d+ failed"):
             scores(serving)
+        assert not serving.llm_engine.has_unfinished_requests()  # vLLM would go on after tokens that never were
+    # Nor is anything sampled from a pass that did not ask, as in a graph that replays all layers.
+    hidden = torch.zeros(1, 64, dtype=torch.bfloat16)
+    with pytest.raises(RefitError, match="cannot serve"):
+        serving.apply_model(lambda model: model.logits_processor(model.lm_head, hidden))
     assert engine.status().state is EngineState.REFUSING
     with pytest.raises(RefitError, match="is missing from the push"):
         push(serving, {}, None)

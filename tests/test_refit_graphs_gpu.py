@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import start_engine, stop_engine
-from plugin_helpers import scores
+from plugin_helpers import decoded, scores
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("vllm")
 
@@ -99,8 +100,25 @@ def test_pushes_under_graphs_equal_a_load(
         if rollback is Rollback.HOST:
             assert scores(served) == expected
             continue
-        for _ in range(2):
+        for _ in range(3):
             with pytest.raises(RefitError, match="this engine cannot serve"):
                 scores(served)
+        for _ in range(3):  # a prompt of one token is decoded by the whole captured graph, which runs no Python
+            with pytest.raises(RefitError, match="this engine cannot serve"):
+                decoded(served, [17])
     sync.push()
     assert scores(served) == expected
+
+
+def test_a_sharded_trainer_pushes_the_same(served: Any, source: Path) -> None:
+    """FSDP2 (on one rank; on two: benchmarks/refit_two_gpus.py) quantizes to the bytes of the plain model."""
+    plain, sharded = trainer(source, 3), trainer(source, 3)
+    expected = RolloutSync(plain, served).push().fingerprint
+    values = scores(served)
+    RolloutSync(trainer(source, 4), served).push()
+    for layer in sharded.model.layers:
+        fully_shard(layer)
+    fully_shard(sharded)
+    for packed in (True, False):
+        assert RolloutSync(sharded, served).push(packed=packed).fingerprint == expected
+        assert scores(served) == values

@@ -235,7 +235,11 @@ def _amax(weight: Tensor, name: str) -> Tensor:
     if isinstance(weight, DTensor):
         # One value per matrix travels, not the weight.
         amax = cast(DTensor, weight.detach().abs().amax(dim=(-2, -1))).full_tensor()
-        weight = amax[..., None, None]
+        if not amax.is_cuda:
+            return weight_amax(amax[..., None, None], name)
+        amax = amax.to(torch.bfloat16).to(torch.float32)  # the kernels of `matrix_amax` take whole matrices
+        WATCH.add(name, amax)
+        return amax
     return cast(Tensor, matrix_amax(weight.detach(), name))
 
 

@@ -8,6 +8,7 @@ set are compared before a byte moves, digests of the packed weights before they 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -123,8 +124,9 @@ class RolloutSync:
         except BaseException as e:
             error = e
         if stream.sharded:
+            begun = inspect.getgeneratorstate(tensors) != inspect.GEN_CREATED
             with contextlib.suppress(QuadsError):  # other ranks wait in a gather until this one has seen everything
-                drain(tensors)
+                drain(tensors if begun else stream.follow())
             error = ranks.agree(error, "the push", RefitError)
         tensors.close()
         if error is not None:

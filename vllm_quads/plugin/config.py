@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,9 @@ class QuadsConfig(QuantizationConfig):
         """Version of the weights that are serving, as counted by the trainer."""
         self.refusal: str | None = None
         """Why no forward pass may run (weights of two policies, or none), or None."""
-        self.refused_forward = False
-        """True once a forward pass has been refused, which loses the requests that were in it."""
+        self.on_refused: Callable[[], None] | None = None
+        """Called when a forward pass is refused: an engine in this process gives its requests up, for what is not
+        computed now would be missing when vLLM goes on with them."""
         self.runtimes: dict[str, LayerRuntime] = {}
         """Runtime of every quantized layer of this rank."""
         self.weights: dict[str, tuple[int, int]] = {}
@@ -147,7 +148,8 @@ class QuadsConfig(QuantizationConfig):
     def require_servable(self) -> None:
         """Raise RefitError if a refit is under way, or has failed and left no weights that could serve."""
         if self.refusal is not None:
-            self.refused_forward = True
+            if self.on_refused is not None:
+                self.on_refused()
             raise RefitError(f"this engine cannot serve: {self.refusal}")
 
     def collect(self, on: bool) -> None:

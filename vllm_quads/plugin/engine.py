@@ -10,6 +10,7 @@ Needs the engine in this process: `VLLM_ENABLE_V1_MULTIPROCESSING=0` and no tens
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -74,7 +75,7 @@ class VllmEngine:
     def begin(self, manifest: Manifest) -> None:
         """Validate a push. Raises RefitError naming the first difference in contract, set, names, shapes, dtypes or
         version, or if requests are unfinished, which two policies would answer."""
-        self._drop_refused()
+        self._read(self._end_what_is_refused)
         if self._llm.llm_engine.has_unfinished_requests():
             raise RefitError(_UNFINISHED)
         self._session(lambda session: session.begin(manifest))
@@ -93,7 +94,6 @@ class VllmEngine:
 
         Requests that were added since `begin`, but of which nothing has been computed, are answered by the new weights.
         """
-        self._drop_refused()
         self._end_for_requests()
         # vLLM does not do this by itself. Before the commit, so that new weights never meet old key/value blocks.
         if not self._llm.reset_prefix_cache():
@@ -102,7 +102,6 @@ class VllmEngine:
 
     def abort(self) -> None:
         """End the refit that is under way, if there is one, as after a failure."""
-        self._drop_refused()
         self._session(lambda session: session.abort())
 
     def status(self) -> RefitStatus:
@@ -117,15 +116,16 @@ class VllmEngine:
     def _fail(self, error: RefitError) -> NoReturn:
         raise self._session(lambda session: session.fail(error))
 
-    def _drop_refused(self) -> None:
-        """Give up requests of a forward pass that was refused: an error has answered them, but vLLM still has them."""
+    def _end_what_is_refused(self, config: QuadsConfig) -> None:
+        """Let requests end with the forward pass that was refused: an error has answered them, but vLLM still has them,
+        and would go on after tokens that were never computed."""
+        llm = self._llm  # a weak reference: the config does not keep the engine alive
 
-        def refused(config: QuadsConfig) -> bool:
-            before, config.refused_forward = config.refused_forward, False
-            return before
+        def give_up() -> None:
+            with contextlib.suppress(ReferenceError):
+                compat.abort_all_requests(llm)
 
-        if self._read(refused):
-            compat.abort_all_requests(self._llm)
+        config.on_refused = give_up
 
     # -- changing what does not change weights -------------------------------------------------------------------
 

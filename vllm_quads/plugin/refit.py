@@ -31,6 +31,7 @@ from vllm_quads.plugin import compat
 from vllm_quads.plugin.arrivals import Arrivals
 from vllm_quads.plugin.config import QuadsConfig
 from vllm_quads.plugin.digests import DigestTable, added
+from vllm_quads.plugin.guard import watch
 from vllm_quads.plugin.installing import Installer
 from vllm_quads.plugin.inventory import Inventory
 from vllm_quads.plugin.open_refit import OpenRefit
@@ -81,6 +82,7 @@ class RefitSession:
         self.observer: RefitObserver | None = None
         """Told how each refit ends."""
         self._stage = "manifest"
+        watch(model, config)
 
     # -- the protocol --------------------------------------------------------------------------------------------
 
