@@ -221,22 +221,18 @@ def lead(cases: list[str], layers: int, sharded: bool, logs: Path | None) -> dic
             for case in cases
         }
         try:
-            for case in [c for c in cases if c != "ipc"]:
-                model = build(layers, device, shard=False)
+            for case in cases:
+                fsdp = sharded and case == "ipc"
+                if fsdp:
+                    dist.init_process_group("nccl", device_id=device)
+                model = build(layers, device, shard=fsdp)
                 say("model built")
                 url = starting[case]()
                 say("server ready")
-                results[case] = measure(model, url, "nccl")
-                say(case, json.dumps(results[case]))
+                name = f"{case}, FSDP2" if fsdp else case
+                results[name] = measure(model, url, "ipc" if case == "ipc" else "nccl")
+                say(name, json.dumps(results[name]))
                 del model
-            if "ipc" in cases:
-                if sharded:
-                    dist.init_process_group("nccl", device_id=device)
-                model = build(layers, device, shard=sharded)
-                url = starting["ipc"]()
-                say("server on both GPUs ready")
-                results["ipc, FSDP2" if sharded else "ipc"] = measure(model, url, "ipc")
-                say("ipc", json.dumps(results))
         except BaseException:
             for log in logs.glob("*.log"):
                 print(f"--- {log.name}", log.read_text()[-4000:], file=sys.stderr)
