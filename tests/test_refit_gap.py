@@ -86,6 +86,7 @@ def test_gap_after_a_refit_is_that_of_a_fresh_load(
 
     fresh, refitted = measured(Loaded), measured(Refitted)
     assert fingerprints[1] != fingerprints[0] == fingerprints[2]
+    print(model.name, fresh.tokens, "tokens", *fresh.rows, sep="\n")
     assert refitted.tokens == fresh.tokens
     assert [asdict(row) for row in refitted.rows] == [asdict(row) for row in fresh.rows]
     assert len({row.kl for row in fresh.rows}) == 2 * len(chosen)
