@@ -25,6 +25,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -206,9 +207,12 @@ def prepare(directory: Path, layers: int) -> None:
 PARALLEL = ["--tensor-parallel-size", "2", "--enable-expert-parallel", "--disable-custom-all-reduce"]
 
 
-def lead(cases: list[str], layers: int, sharded: bool, logs: Path | None) -> dict[str, Any]:
-    """Rank 0: start all servers at once, then run the cases one after another."""
-    results: dict[str, Any] = {}
+def lead(cases: list[str], layers: int, sharded: bool, logs: Path | None, file: Path | None) -> dict[str, Any]:
+    """Rank 0: start all servers at once, then run the cases one after another, writing the results after each."""
+    results: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "layers": layers,
+        "versions": {name: metadata.version(name) for name in ("vllm", "transformers")},
+    }  # fmt: skip
     device = torch.device("cuda", 0)
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         directory = Path(temporary)
@@ -232,6 +236,8 @@ def lead(cases: list[str], layers: int, sharded: bool, logs: Path | None) -> dic
                 name = f"{case}, FSDP2" if fsdp else case
                 results[name] = measure(model, url, "ipc" if case == "ipc" else "nccl")
                 say(name, json.dumps(results[name]))
+                if file is not None:
+                    file.write_text(json.dumps(results, indent=1) + "\n")
                 del model
         except BaseException:
             for log in logs.glob("*.log"):
@@ -254,10 +260,8 @@ def main() -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     if rank == 0:
-        text = json.dumps(lead(arguments.cases, arguments.layers, ranks > 1, arguments.keep_logs), indent=1)
-        print(text)
-        if arguments.json is not None:
-            arguments.json.write_text(text)
+        results = lead(arguments.cases, arguments.layers, ranks > 1, arguments.keep_logs, arguments.json)
+        print(json.dumps(results, indent=1))
     elif "ipc" in arguments.cases:
         dist.init_process_group("nccl", device_id=device)  # waits for the first rank
         measure(build(arguments.layers, device, shard=True), None, "ipc")

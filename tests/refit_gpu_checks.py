@@ -145,6 +145,14 @@ def served(path: Path) -> dict[str, Any]:
         model.load_state_dict(first)
         sync.push()
         before = [complete(url, p) for p in PROMPTS]
+        files = HttpEngine(url, "disk")
+        train(model, 2)
+        facts["files"] = dict(RolloutSync(model, files).push().seconds)
+        assert [complete(url, p) for p in PROMPTS] != before
+        model.load_state_dict(first)
+        RolloutSync(model, files).push()
+        assert [complete(url, p) for p in PROMPTS] == before, "a push by files differs"
+        files.close()
         engine.sleep(2)
         engine.wake_up()
         assert engine.status().state.value == "refusing"
