@@ -81,12 +81,16 @@ BATCH_MEAN = 48.0
 """Mean tokens per expert up to which the batch kernel runs; beyond, wide or prefill."""
 DECODE_MEAN = 10.0
 """Mean tokens per expert up to which the decode kernel runs where an expert's tokens fit."""
+FEW_EXPERTS = 16
+"""Experts so few that one of them is a large part of a layer."""
 MIN_SPLIT_K = 1024
 """Shortest K that a split of the second GEMM is worth."""
-DECODE_SPLIT_COST = 0.07
-"""Relative cost of splitting K in two among the consumers of the decode kernel."""
+DECODE_SPLIT_COST = {1: 0.0, 2: 0.12, 4: 0.36}
+"""Relative cost of splitting K among the consumers of the decode kernel."""
 BATCH_SPLIT_COST = 330.0
-"""The same of the batch kernel, times K: its sum takes as long for a short K."""
+"""Relative cost of splitting K in two among those of the batch kernel, times K: its sum takes as long for a short K."""
+SPLIT_COST = 0.06
+"""Relative cost of splitting K in two between thread blocks."""
 PREFILL_COST = 1.13
 """Time of the prefill kernel for a weight row, relative to the wide one."""
 
@@ -110,23 +114,25 @@ def plan_layer(
         raise FormatError(f"capacity {capacity}: expected a multiple of 8 tokens")
     pairs = shape.tokens * shape.top_k
     mean = pairs / shape.global_experts
-    # Room for all but a few percent of the experts under uniform routing; the others are computed in two parts.
-    wanted = capacity or _multiple_of_8(min(float(shape.tokens), mean + 2.0 * math.sqrt(mean)))
+    # Room for all but a few percent of the experts under uniform routing (the others are computed in two parts), and
+    # for all where an expert is a large part of the layer or room costs little, as in the batch kernel.
+    needed = capacity or _room(shape, mean, 2.0)
+    wanted = capacity or _room(shape, mean, 2.0 if mean <= DECODE_MEAN and shape.global_experts > FEW_EXPERTS else 4.0)
     depths = (padded_k(shape.hidden), padded_k(shape.intermediate))
     rows = (padded_rows(2 * shape.intermediate), padded_rows(shape.hidden))
     choices, room = [], FIXED_CAPACITY[Gemm.PREFILL]
     for gemm, groups, k, n in zip(gemms, k_groups, depths, rows, strict=True):
-        small = groups or _k_groups(shape, limits, n, DECODE_SPLIT_COST)
+        small = groups or _k_groups(shape, limits, n, DECODE_SPLIT_COST.__getitem__)
         fits = limits.decode_capacity(k, small)
         if gemm is None:
             if mean > BATCH_MEAN:
                 gemm = _wide_or_prefill(shape, limits, n)
             else:
-                gemm = Gemm.DECODE if mean <= DECODE_MEAN and fits >= min(wanted, 32) else Gemm.BATCH
+                gemm = Gemm.DECODE if mean <= DECODE_MEAN and fits >= min(needed, 32) else Gemm.BATCH
         if gemm is Gemm.DECODE:
             choice, most = GemmChoice(gemm, small), fits
         elif gemm is Gemm.BATCH:
-            choice = GemmChoice(gemm, groups or _k_groups(shape, limits, n, BATCH_SPLIT_COST / k))
+            choice = GemmChoice(gemm, groups or _k_groups(shape, limits, n, _batch_split_cost(k)))
             most = limits.batch_capacity(choice.k_groups)
         else:
             choice, most = GemmChoice(gemm), FIXED_CAPACITY[gemm]
@@ -150,15 +156,20 @@ def plan_layer(
     return LayerPlan(choices[0], choices[1], min(wanted, room), splits)
 
 
+def _batch_split_cost(k: int) -> Callable[[int], float]:
+    return lambda groups: BATCH_SPLIT_COST / k * math.log2(groups)
+
+
 def _splits(shape: LayerShape, limits: DeviceLimits, choice: GemmChoice, k: int, rows: int) -> int:
-    """Parts of the second GEMM's K: as many as leave no multiprocessor without work, if each keeps a long enough K."""
-    if choice.gemm is not Gemm.BATCH:
+    """Parts of the second GEMM's K: those that fill the multiprocessors best, if each keeps a long enough K and the
+    partial sums are few."""
+    if choice.gemm is not Gemm.BATCH or shape.tokens * shape.top_k / shape.global_experts > DECODE_MEAN:
         return 1
     units = _experts_hit(shape) * -(-rows * choice.k_groups // 512)
-    splits = 1
-    while splits < 8 and units * splits * 1.5 < limits.multiprocessors and k % (2 * splits * MIN_SPLIT_K) == 0:
-        splits *= 2
-    return splits
+    possible = [s for s in (1, 2, 4, 8) if s == 1 or (k // s >= MIN_SPLIT_K and k // 64 % (choice.k_groups * s) == 0)]
+    return min(
+        possible, key=lambda s: math.ceil(units * s / limits.multiprocessors) / s * (1.0 + SPLIT_COST * math.log2(s))
+    )
 
 
 def _experts_hit(shape: LayerShape) -> float:
@@ -166,12 +177,12 @@ def _experts_hit(shape: LayerShape) -> float:
     return shape.local_experts * (1.0 - max(0.0, 1.0 - shape.top_k / shape.global_experts) ** shape.tokens)
 
 
-def _k_groups(shape: LayerShape, limits: DeviceLimits, rows: int, split_cost: float) -> int:
-    """K groups: smaller units where they fill the multiprocessors better. split_cost: see the constants."""
+def _k_groups(shape: LayerShape, limits: DeviceLimits, rows: int, split_cost: Callable[[int], float]) -> int:
+    """K groups: smaller units where they fill the multiprocessors better. split_cost: relative cost of so many."""
     best, cheapest = 1, math.inf
     for groups in (1, 2, 4):
         units = _experts_hit(shape) * -(-rows * groups // 512)
-        cost = math.ceil(units / limits.multiprocessors) / groups * (1.0 + split_cost * math.log2(groups))
+        cost = math.ceil(units / limits.multiprocessors) / groups * (1.0 + split_cost(groups))
         if cost < cheapest:
             best, cheapest = groups, cost
     return best
@@ -187,6 +198,10 @@ def _wide_or_prefill(shape: LayerShape, limits: DeviceLimits, rows: int) -> Gemm
 
     wide, prefill = cost(384, FIXED_CAPACITY[Gemm.WIDE]), cost(256, FIXED_CAPACITY[Gemm.PREFILL])
     return Gemm.WIDE if wide <= PREFILL_COST * prefill else Gemm.PREFILL
+
+
+def _room(shape: LayerShape, mean: float, deviations: float) -> int:
+    return _multiple_of_8(min(float(shape.tokens), mean + deviations * math.sqrt(mean)))
 
 
 def _multiple_of_8(tokens: float) -> int:
@@ -235,7 +250,7 @@ def plan_linear(shape: LinearShape, limits: DeviceLimits) -> LinearPlan:
         # decoding bounds few tokens, the tensor cores many
         rate = min(WEIGHTS_A_CLOCK[gemm], MULTIPLICATIONS_A_CLOCK[gemm] / capacity)
         waves = -(-units // limits.multiprocessors)
-        cost = waves * (unit_rows * k / splits / rate + UNIT_CLOCKS * (1.0 + DECODE_SPLIT_COST * groups))
+        cost = waves * (unit_rows * k / splits / rate + UNIT_CLOCKS * (1.0 + 0.07 * groups))
         if splits > 1:
             cost += SUM_CLOCKS + shape.tokens * rows * splits * 8 / BYTES_A_CLOCK
         if best is None or cost < best[0]:
