@@ -100,6 +100,22 @@ __device__ __noinline__ Quantized quantize_any(Block block, RowScale scale) {
   return {make_uint2(words[0], words[1]), own.byte};
 }
 
+// amax16 of a block.
+__device__ __forceinline__ float block_amax(const uint32_t (&pairs)[8], const float (&x)[16]) {
+#ifdef __CUDA_ARCH__
+  __nv_bfloat162 m[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) m[i] = __habs2(*reinterpret_cast<const __nv_bfloat162*>(&pairs[i]));
+#pragma unroll
+  for (int half = 4; half >= 1; half >>= 1)
+#pragma unroll
+    for (int i = 0; i < half; ++i) m[i] = __hmax2_nan(m[i], m[i + half]);
+  return max_magnitude(__low2float(m[0]), __high2float(m[0]));
+#else
+  return amax16(x);
+#endif
+}
+
 // e2m1_round of a, both times 2^-14: what FP16 holds as a code with its magnitude at bits 11..9, subnormal 0.5 included.
 __device__ __forceinline__ float round_scaled(float a) {
   const float m = fmaxf(a, 1.5f / kDecodeFactor);
@@ -111,7 +127,7 @@ __device__ __forceinline__ Quantized quantize_codes(const Block& block, const Ro
   uint32_t pairs[8];
   float x[16];
   unpack(block, pairs, x);
-  const float sf = mul_rn(amax16(x), scale.sixth);
+  const float sf = mul_rn(block_amax(pairs, x), scale.sixth);
   if (!(sf >= scale.least && sf <= 460.0f)) return quantize_any(block, scale);  // NaN and Inf too
   const BlockScale own = block_scale(sf, scale.decode);
   const float o = mul_rn(reciprocal(own.d), 1.0f / kDecodeFactor);
