@@ -310,20 +310,25 @@ def quads_moe(
     gemm.ldo = prepared.hidden
     gemm.splits = plan.splits
     launch_gemm(gemm, PLAIN, DTYPES[y.dtype], plan.second, tuning.early_weights)
-    if statistics is None or not quantized:
+    gathering = statistics if quantized else None
+    # A launch that also gathers does not fit beside the GEMM's last blocks: with few tokens two launches end earlier.
+    together = gathering is not None and tokens >= TOGETHER_TOKENS
+    if not together:
         sum_rows(y, pair_expert, out, top_k, plan.splits)
-    else:
-        assert statistics.w2 is not None
-        first = site_args(x, statistics.w13, center=c.center13, g=g13)
-        second = site_args(h, statistics.w2, g=g2, group=pair_expert, divisor=top_k)
+    if gathering is not None:
+        assert gathering.w2 is not None
+        first = site_args(x, gathering.w13, center=c.center13, g=g13)
+        second = site_args(h, gathering.w2, g=g2, group=pair_expert, divisor=top_k)
         second.order, second.segments = sorted_pairs.data_ptr(), segments.data_ptr()
         second.num_segments = num_segments.data_ptr()
         scales = decode1 if g13 is None else None
-        ending = (sum_args(y, pair_expert, out, top_k, plan.splits), y.dtype)
-        launch_statistics(statistics, (first, second), x.dtype, four_over_six, scales, ending)
+        ending = (sum_args(y, pair_expert, out, top_k, plan.splits), y.dtype) if together else None
+        launch_statistics(gathering, (first, second), x.dtype, four_over_six, scales, ending)
     return out
 
 
+TOGETHER_TOKENS = 16
+"""From this many tokens on statistics join the launch of the top-k sum."""
 FLOAT32_PARTIALS_PAIRS = 4096
 """Up to this many pairs the per-pair outputs stay in FP32 until they are summed."""
 
