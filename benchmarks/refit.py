@@ -291,7 +291,7 @@ def install_only(llm: Any, sync: Any, bandwidth: float, experts: int, packed_byt
                 Manifest(payload.contract, payload.quantized, stream.specs(), version, rollback=Rollback.NONE)
             )
             _, seconds = timed(lambda: rollout.load(Lasting(stacks)))
-            _, rest_seconds = timed(lambda: rollout.load(Lasting(rest)))
+            _, rest_seconds = timed(lambda: rollout.load(Lasting(rest, resident=True)))
             report, commit_seconds = timed(rollout.commit)
             say(event="install", packed=packed, repeat=repeat, experts=seconds, ratio=seconds / floor,
                 rest=rest_seconds, commit=commit_seconds, **dict(report.seconds))  # fmt: skip

@@ -162,6 +162,11 @@ class Payload:
             }
         return self._plain_specs[key]
 
+    @property
+    def merges(self) -> bool:
+        """True if the model carries adapters, which `merged` adds."""
+        return bool(self._adapters.layers)
+
     def merged(self, name: str, full: Tensor) -> Tensor:
         """A whole parameter, with what adapters add to it."""
         return self._adapters.merged(name, full)

@@ -170,7 +170,7 @@ class RolloutSync:
         try:
             engine.begin(manifest)
             began = True
-            engine.load(Lasting(watched()))
+            engine.load(Lasting(watched(), resident=stream.resident))
             report = engine.commit(stream.digests())
         except BaseException as e:
             if began or not isinstance(e, QuadsError):  # a push that was refused has ended; what is open is another's

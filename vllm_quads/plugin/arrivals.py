@@ -22,7 +22,7 @@ class Arrivals:
         self.input_scales: list[set[str]] = [set() for _ in unit.sections]
         """Names of the matrices that an activation scale was sent for."""
         self._device = device
-        self._borrowed: set[tuple[int, str]] = set()
+        self._borrowed: list[tuple[int, str]] = []
 
     @property
     def is_float(self) -> bool:
@@ -38,10 +38,12 @@ class Arrivals:
             tensor = 1.0 / tensor
         shape = section.full_shapes[slot.field]
         if slot.index is None or (section.lead == (1, 1) and slot.field != "input"):
-            moved = self._local(tensor, slot).to(self._device, non_blocking=tensor.is_cuda).reshape(shape)
-            fields[slot.field] = moved
-            if moved.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-                self._borrowed.add((slot.section, slot.field))
+            local = self._local(tensor, slot)
+            if local.device == self._device:
+                self._borrowed.append((slot.section, slot.field))
+            else:
+                local = local.to(self._device, non_blocking=local.is_cuda)
+            fields[slot.field] = local.reshape(shape)
             return
         if slot.field not in fields:
             fields[slot.field] = torch.empty(shape, dtype=FIELD_DTYPES[slot.field], device=self._device)

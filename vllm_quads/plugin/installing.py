@@ -23,7 +23,7 @@ from vllm_quads.plugin.refit_checks import check_promised
 from vllm_quads.refit import Lasting
 
 _FLUSH_BYTES = 256 * 1024**2
-"""Copies of weights that are not quantized are handed to vLLM's loaders whenever this much has arrived."""
+"""Weights that are not quantized are handed to vLLM's loaders whenever this much memory is held for them."""
 
 
 class Installer:
@@ -46,9 +46,10 @@ class Installer:
         lasting = isinstance(tensors, Lasting)
         held = lasting or isinstance(tensors, Sequence)
         specs, slots, timer = refit.manifest.tensors, refit.plan.slots, refit.timer
+        free = tensors.resident if isinstance(tensors, Lasting) else held
         plain: list[tuple[str, Tensor]] = []
         borrowed: dict[str, Arrivals] = {}
-        copied = 0
+        waiting = 0
         for name, tensor in _timed(refit, tensors):
             check_promised(specs.get(name), refit.outstanding, name, tensor)
             refit.outstanding.discard(name)
@@ -73,11 +74,11 @@ class Installer:
                 if not in_place:
                     with timer.phase("transfer"):
                         tensor = tensor.to(self._device, copy=True)
-                    copied += tensor.nbytes
                 plain.append((name, tensor))
-                if copied >= _FLUSH_BYTES:
+                waiting += 0 if in_place and free else tensor.nbytes
+                if waiting >= _FLUSH_BYTES:
                     self._load_plain(refit, plain)
-                    plain, copied = [], 0
+                    plain, waiting = [], 0
         self._load_plain(refit, plain)
         for arrivals in borrowed.values():
             with timer.phase("transfer"):

@@ -266,7 +266,7 @@ class ExpertsRuntime(LayerRuntime):
         if self._memory_lost:
             self.backend.forget()
         self.backend.prepare(self._stored("w13"), self._stored("w2"), w13, w2, centered=self.centered())
-        if isinstance(self.backend, WeightHolder) and self.loader.is_open:
+        if self.loader.is_open and isinstance(self.backend, WeightHolder):
             self.loader.close()
 
     def hand_over(self) -> None:
@@ -274,7 +274,7 @@ class ExpertsRuntime(LayerRuntime):
 
         Does nothing while a weight has arrived only in part.
         """
-        if isinstance(self.backend, WeightHolder) and self.loader.is_open and not self.loader.is_partial():
+        if self.loader.is_open and isinstance(self.backend, WeightHolder) and not self.loader.is_partial():
             self.settle()
 
     def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:

@@ -30,8 +30,10 @@ class Lasting:
     next tensor is asked for.
     """
 
-    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]], *, resident: bool = False) -> None:
+        """resident: weights that are not quantized lie in memory anyway, so that many of them may be held at once."""
         self._tensors = tensors
+        self.resident = resident
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._tensors)
