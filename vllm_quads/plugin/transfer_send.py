@@ -155,6 +155,8 @@ class NcclPlane:
                 received.result()  # refused before NCCL was entered: nobody would answer the broadcast
             device = ordered[0][1].device  # a thread begins with the first GPU as its current one
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                if device.type == "cuda":  # vLLM packs on streams of its own, which do not wait for what was copied
+                    torch.cuda.current_stream().synchronize()
                 compat.broadcast_as_trainer(iter(ordered), self._group, _ONE_CHUNK)
             received.result()
         finally:
