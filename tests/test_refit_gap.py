@@ -50,7 +50,7 @@ def test_gap_after_a_refit_is_that_of_a_fresh_load(
     another policy and was refitted to the model: statistics, chosen channel sets and log-probs included."""
     model, options = case
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = (arms.W4A16, arms.W4A4, arms.RAC_25_FREE, arms.ROWS_DECODE, arms.ROWS)  # those of the quantized engine
+    chosen = (arms.W4A16, arms.W4A4, arms.FOUR_OVER_SIX, arms.RAC_25_FREE, arms.ROWS)  # all of the quantized engine
     monkeypatch.setattr(arms, "QUICK", chosen)
     # One trainer for both: on a GPU its own numbers depend on the order of atomic additions.
     scored: list[Any] = []
