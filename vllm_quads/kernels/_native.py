@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -103,6 +104,10 @@ class UnarrangeArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "blocks")),
         *((name, ctypes.c_int) for name in ("experts", "rows", "k", "row_tiles", "kblocks", "gate_up")),
     ]
+
+
+Layout = tuple[Sequence[int], Sequence[int]]
+"""Shape and strides."""
 
 
 class InstallArgs(ctypes.Structure):
@@ -259,12 +264,34 @@ def unarrange(codes: torch.Tensor, scales: torch.Tensor, blocks: torch.Tensor, k
         check(library().quads_unarrange(ctypes.byref(args), stream()), "weight layout")
 
 
+def install_form(
+    source: Layout, scales: Layout | None, scalars: Layout | None, size: int, gate_up: bool
+) -> InstallArgs:
+    """Arguments of csrc/install.cu without addresses, for tensors [E, P, N, ...] of these shapes and strides.
+
+    source has elements of `size` bytes: codes, or without scales BF16 weights.
+    """
+    (experts, parts, rows, columns), strides = source
+    k = columns * (1 if scales is None else 2)
+    return InstallArgs(
+        source_stride=tuple(size * s for s in strides[:3]),
+        scale_stride=(0, 0, 0) if scales is None else scales[1][:3],
+        scalar_stride=(0, 0) if scalars is None else scalars[1],
+        experts=experts,
+        rows=rows,
+        k=k,
+        row_tiles=-(-rows * parts // 128) * 2,
+        kblocks=-(-k // 256) * 4,
+        gate_up=int(gate_up),
+    )
+
+
 def install(
+    form: InstallArgs,
     source: torch.Tensor,
     scales: torch.Tensor | None,
     scalars: torch.Tensor | None,
     blocks: torch.Tensor,
-    gate_up: bool,
     *,
     decode: torch.Tensor | None = None,
     digests: torch.Tensor | None = None,
@@ -273,29 +300,11 @@ def install(
     k_offset: int = 0,
     count_global: bool = True,
 ) -> None:
-    """Launch csrc/install.cu on checked tensors [E, P, N, ...]: BF16 weights without scales, else codes."""
-    experts, parts, rows, columns = source.shape
-    size, k = source.element_size(), columns * (1 if scales is None else 2)
-    args = InstallArgs(
-        source=source.data_ptr(),
-        scales=pointer(scales),
-        scalars=pointer(scalars),
-        blocks=blocks.data_ptr(),
-        decode=pointer(decode),
-        digests=pointer(digests),
-        status=pointer(status),
-        source_stride=tuple(size * s for s in source.stride()[:3]),
-        scale_stride=(0, 0, 0) if scales is None else scales.stride()[:3],
-        scalar_stride=(0, 0) if scalars is None else scalars.stride(),
-        experts=experts,
-        rows=rows,
-        k=k,
-        row_tiles=-(-rows * parts // 128) * 2,
-        kblocks=-(-k // 256) * 4,
-        gate_up=int(gate_up),
-        row_offset=row_offset,
-        k_offset=k_offset,
-        count_global=int(count_global),
-    )
+    """Launch csrc/install.cu on checked tensors."""
+    args = InstallArgs.from_buffer_copy(form)
+    args.source, args.blocks = source.data_ptr(), blocks.data_ptr()
+    args.scales, args.scalars = pointer(scales), pointer(scalars)
+    args.decode, args.digests, args.status = pointer(decode), pointer(digests), pointer(status)
+    args.row_offset, args.k_offset, args.count_global = row_offset, k_offset, count_global
     with on_device(blocks.device):
-        check(library().quads_install(ctypes.byref(args), int(scales is None), stream()), "installation of weights")
+        check(library().quads_install(ctypes.byref(args), scales is None, stream()), "installation of weights")

@@ -12,6 +12,7 @@ nothing and allocates nothing; elsewhere plain torch gives the same bytes.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -59,12 +60,11 @@ def install_packed(
     added to, modulo 2^64. status: int32 [1] into which `BAD_SCALE` and `BAD_GLOBAL` are or-ed; the weights are written
     either way. Raises FormatError for what does not fit together.
     """
-    lead = _lead(packed.codes, out, 2 * packed.codes.shape[-1], gate_up)
-    _check_fields(packed)
+    lead, form = _packed_form(*map(_layout, packed), _layout(out), gate_up)
     _check_sinks(lead, out.device, decode, digests, status)
     place = _Place(row_offset, k_offset, count_global)
-    if _on_hopper(out) and _aligned(packed.codes, 8):
-        _native.install(*packed, out, gate_up, decode=decode, digests=digests, status=status, **place._asdict())
+    if form is not None and packed.codes.data_ptr() % 8 == 0 and _on_hopper(out):
+        _native.install(form, *packed, out, decode=decode, digests=digests, status=status, **place._asdict())
         return
     codes, scales = packed.codes.flatten(1, 2).contiguous(), packed.block_scales.view(torch.uint8)
     arrange_into(codes, scales.flatten(1, 2).contiguous().view(torch.float8_e4m3fn), out, gate_up=gate_up)
@@ -112,17 +112,13 @@ def install_quantized(
     amax: float32 [E] or [E, P] that the global scales are taken from. status: `BAD_AMAX` as well. Everything else is as
     for `install_packed`.
     """
-    lead = _lead(weight, out, weight.shape[-1], gate_up)
     w._check_weight(weight)
-    if amax.dtype != torch.float32 or amax.shape not in (torch.Size(lead[:1]), torch.Size(lead)):
-        raise FormatError(f"amax is {amax.dtype} {tuple(amax.shape)}, expected float32 {lead[:1]} or {lead}")
+    amax = amax[:, None].expand(weight.shape[:2]) if amax.shape == weight.shape[:1] else amax
+    lead, form = _quantized_form(_layout(weight), _layout(amax), _layout(out), gate_up)
     _check_sinks(lead, out.device, decode, digests, status)
     place = _Place(row_offset, k_offset, count_global)
-    amax = amax.view(*amax.shape, 1).expand(lead) if amax.dim() == 1 else amax
-    if _on_hopper(out) and weight.dtype == torch.bfloat16 and _aligned(weight, 16):
-        _native.install(
-            weight, None, amax, out, gate_up, decode=decode, digests=digests, status=status, **place._asdict()
-        )
+    if form is not None and weight.data_ptr() % 16 == 0 and _on_hopper(out):
+        _native.install(form, weight, None, amax, out, decode=decode, digests=digests, status=status, **place._asdict())
         return
     packed = w.quantize_stack(weight.contiguous(), amax.contiguous())
     install_packed(packed, out, gate_up=gate_up, decode=decode, digests=digests, status=status, **place._asdict())
@@ -134,43 +130,78 @@ def _mark(status: Tensor, found: Tensor, bit: int) -> None:
     status.bitwise_or_(found.to(torch.int32) * bit)
 
 
-def _aligned(t: Tensor, size: int) -> bool:
-    """True if all rows start at multiples of `size` bytes."""
-    return all(s * t.element_size() % size == 0 for s in t.stride()[:-1]) and t.data_ptr() % size == 0
+class _Layout(NamedTuple):
+    """What is to be known of a tensor but its address."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
 
-def _lead(t: Tensor, out: Tensor, k: int, gate_up: bool) -> tuple[int, int]:
-    """(E, P) of weights whose shape, and that of `out`, has been checked."""
-    if t.dim() != 4 or t.shape[1] != (2 if gate_up else 1) or k % BLOCK_SIZE or t.stride(-1) != 1:
-        raise FormatError(
-            f"weights: have shape {tuple(t.shape)} and strides {t.stride()}, expected [E, {2 if gate_up else 1}, N, K] "
-            f"without gaps along K, a multiple of {BLOCK_SIZE}"
-        )
-    experts, parts, rows, _ = t.shape
-    shape = (experts, *arranged_shape(parts * rows, k))
-    if out.shape != shape or out.dtype != torch.uint8 or not out.is_contiguous() or out.device != t.device:
-        raise FormatError(
-            f"prepared weights: are {out.dtype} {tuple(out.shape)} on {out.device}, contiguous: {out.is_contiguous()}; "
-            f"expected contiguous uint8 {shape} on {t.device}"
-        )
-    return experts, parts
+def _layout(t: Tensor) -> _Layout:
+    return _Layout(t.shape, t.stride(), t.dtype, t.device)
 
 
-def _check_fields(packed: QuantizedStack) -> None:
-    codes, scales, decode = packed
-    *lead, k = codes.shape
+# A refit installs stacks of few forms again and again: each is looked at once.
+
+
+@functools.lru_cache(maxsize=1024)
+def _packed_form(
+    codes: _Layout, scales: _Layout, decode: _Layout, out: _Layout, gate_up: bool
+) -> tuple[tuple[int, int], _native.InstallArgs | None]:
+    """(E, P), and the kernel's arguments if it takes codes with such strides."""
+    k = 2 * codes.shape[-1]
+    lead = _lead(codes, out, k, gate_up)
     if (
         codes.dtype != torch.uint8
         or scales.dtype != torch.float8_e4m3fn
-        or scales.shape != (*lead, 2 * k // BLOCK_SIZE)
-        or scales.stride(-1) != 1
+        or scales.shape != (*codes.shape[:3], k // BLOCK_SIZE)
+        or scales.strides[-1] != 1
         or decode.dtype != torch.float32
         or decode.shape != codes.shape[:2]
+        or {scales.device, decode.device} != {out.device}
     ):
         raise FormatError(
             f"codes {codes.dtype} {tuple(codes.shape)}, block scales {scales.dtype} {tuple(scales.shape)} and decode "
             f"scales {decode.dtype} {tuple(decode.shape)} do not belong together"
         )
+    aligned = all(s % 8 == 0 for s in codes.strides[:3])
+    return lead, _native.install_form(codes[:2], scales[:2], decode[:2], 1, gate_up) if aligned else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _quantized_form(
+    weight: _Layout, amax: _Layout, out: _Layout, gate_up: bool
+) -> tuple[tuple[int, int], _native.InstallArgs | None]:
+    """(E, P), and the kernel's arguments if it takes weights of this dtype with such strides."""
+    lead = _lead(weight, out, weight.shape[-1], gate_up)
+    if amax.dtype != torch.float32 or amax.shape != lead or amax.device != out.device:
+        raise FormatError(
+            f"amax is {amax.dtype} {tuple(amax.shape)} on {amax.device}, expected float32 {lead[:1]} or {lead} on "
+            f"{out.device}"
+        )
+    aligned = weight.dtype == torch.bfloat16 and all(s % 8 == 0 for s in weight.strides[:3])
+    return lead, _native.install_form(weight[:2], None, amax[:2], 2, gate_up) if aligned else None
+
+
+def _lead(t: _Layout, out: _Layout, k: int, gate_up: bool) -> tuple[int, int]:
+    """(E, P) of weights whose shape, and that of `out`, has been checked."""
+    parts = 2 if gate_up else 1
+    if len(t.shape) != 4 or t.shape[1] != parts or k % BLOCK_SIZE or t.strides[-1] != 1:
+        raise FormatError(
+            f"weights: have shape {tuple(t.shape)} and strides {t.strides}, expected [E, {parts}, N, K] without gaps "
+            f"along K, a multiple of {BLOCK_SIZE}"
+        )
+    experts, _, rows, _ = t.shape
+    blocks, size = arranged_shape(parts * rows, k)
+    want = _Layout((experts, blocks, size), (blocks * size, size, 1), torch.uint8, t.device)
+    if out != want:
+        raise FormatError(
+            f"prepared weights: are {out.dtype} {tuple(out.shape)} with strides {out.strides} on {out.device}, "
+            f"expected contiguous uint8 {want.shape} on {t.device}"
+        )
+    return experts, parts
 
 
 def _check_sinks(

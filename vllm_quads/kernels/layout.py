@@ -193,7 +193,9 @@ def arrange_into(codes: Tensor, scales: Tensor, out: Tensor, *, gate_up: bool) -
     experts, rows, half_k = codes.shape
     if _on_hopper(codes):
         parts = (experts, 2 if gate_up else 1, -1)
-        _native.install(codes.view(*parts, half_k), scales.view(*parts, scales.shape[-1]), None, out, gate_up)
+        source, steps = codes.view(*parts, half_k), scales.view(*parts, scales.shape[-1])
+        form = _native.install_form((source.shape, source.stride()), (steps.shape, steps.stride()), None, 1, gate_up)
+        _native.install(form, source, steps, None, out)
         return out
     order = row_order(rows, gate_up=gate_up)
     chunk = max(1, _CHUNK_CODES // max(1, rows * 2 * half_k))
