@@ -83,6 +83,8 @@ class Installer:
         for arrivals in borrowed.values():
             with timer.phase("transfer"):
                 arrivals.own()
+        self._settle(refit)
+        timer.rest()
 
     # -- quantized -------------------------------------------------------------------------------------------------
 
@@ -121,8 +123,15 @@ class Installer:
         refit.units_left[unit.key] -= 1
         if refit.units_left[unit.key] == 0:
             loader.replaced()
-            with timer.phase("derive"):
-                unit.runtime.settle_for_graphs()
+            refit.unsettled.append(unit.runtime)
+
+    def _settle(self, refit: OpenRefit) -> None:
+        """What is derived from layers that are complete. After the installs, which keep the device busy meanwhile."""
+        if refit.unsettled:
+            with refit.timer.phase("derive"):
+                for runtime in refit.unsettled:
+                    runtime.settle_for_graphs()
+            refit.unsettled.clear()
 
     # -- not quantized ---------------------------------------------------------------------------------------------
 
@@ -167,7 +176,10 @@ class Installer:
 def _timed(refit: OpenRefit, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The tensors; the time that the sender takes counts as transfer."""
     iterator = iter(tensors)
+    passive = isinstance(tensors, Sequence) or (isinstance(tensors, Lasting) and tensors.passive)
     while True:
+        if not passive:
+            refit.timer.rest()
         start = time.perf_counter()
         item = next(iterator, None)
         refit.timer.add("transfer", time.perf_counter() - start)

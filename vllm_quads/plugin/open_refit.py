@@ -15,6 +15,7 @@ from vllm_quads.plugin.backends import Receipt
 from vllm_quads.plugin.flags import Flags
 from vllm_quads.plugin.inventory import Plan
 from vllm_quads.plugin.phases import PhaseTimer
+from vllm_quads.plugin.runtime import LayerRuntime
 from vllm_quads.plugin.undo import UndoLog
 from vllm_quads.refit import Manifest
 
@@ -46,6 +47,8 @@ class OpenRefit:
     flags: Flags = field(default_factory=Flags)
     loaders: dict[str, Any] = field(default_factory=dict)
     """Layer -> what its loader remembers of the time before."""
+    unsettled: list[LayerRuntime] = field(default_factory=list)
+    """Complete layers whose derived operands are still the old ones."""
     compensation: CompensationState | None = None
     touched: bool = False
     """True once something was written."""

@@ -12,18 +12,24 @@ import torch
 
 class PhaseTimer:
     """Adds up the time of named phases: of the device where there is one, else of the host. Never waits for the device
-    before `seconds`."""
+    before `seconds`.
+
+    An event between two kernels costs a microsecond or two of the device, so that one ends a phase and begins the
+    next, and a phase goes on until another one begins or `rest` is called.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._host: dict[str, float] = {}
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._open: tuple[str, torch.cuda.Event] | None = None
         self._stream: torch.cuda.Stream | None = None
         self.follow_stream()
 
     def follow_stream(self) -> None:
         """Time the stream that is current now. Looking it up for every phase would cost more than the rest of it."""
         if self._device.type == "cuda":
+            self.rest()
             self._stream = torch.cuda.current_stream(self._device)
 
     @contextlib.contextmanager
@@ -36,13 +42,23 @@ class PhaseTimer:
             finally:
                 self.add(name, time.perf_counter() - start)
             return
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record(self._stream)
-        try:
-            yield
-        finally:
-            end.record(self._stream)
-            self._events.append((name, begin, end))
+        if self._open is None or self._open[0] != name:
+            self._open = (name, self._ended())
+        yield
+
+    def rest(self) -> None:
+        """What is enqueued from now on belongs to no phase."""
+        if self._open is not None:
+            self._ended()
+            self._open = None
+
+    def _ended(self) -> torch.cuda.Event:
+        """The phase that is going on, if any, ends here; returns the event that says so."""
+        now = torch.cuda.Event(enable_timing=True)
+        now.record(self._stream)
+        if self._open is not None:
+            self._spans.append((*self._open, now))
+        return now
 
     def add(self, name: str, seconds: float) -> None:
         """Add time of the host."""
@@ -50,9 +66,10 @@ class PhaseTimer:
 
     def seconds(self) -> dict[str, float]:
         """Seconds per phase so far; waits for the device."""
-        if self._events:
-            self._events[-1][2].synchronize()
-        for name, begin, end in self._events:
+        self.rest()
+        if self._spans:
+            self._spans[-1][2].synchronize()
+        for name, begin, end in self._spans:
             self.add(name, begin.elapsed_time(end) / 1000.0)
-        self._events.clear()
+        self._spans.clear()
         return dict(self._host)

@@ -12,7 +12,7 @@ on, or the engine refuses to serve: `Manifest.rollback` says which.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -34,6 +34,11 @@ class Lasting:
         """resident: weights that are not quantized lie in memory anyway, so that many of them may be held at once."""
         self._tensors = tensors
         self.resident = resident
+
+    @property
+    def passive(self) -> bool:
+        """True if the tensors exist already, so that asking for the next one starts no work."""
+        return isinstance(self._tensors, Sequence)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._tensors)
