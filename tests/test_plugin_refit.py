@@ -28,6 +28,7 @@ from vllm_quads.plugin.digests import DigestTable
 from vllm_quads.plugin.flags import Flags
 from vllm_quads.plugin.installing import Installer
 from vllm_quads.plugin.loading import PackedLoader
+from vllm_quads.plugin.phases import PhaseTimer
 from vllm_quads.plugin.policy import config_of
 from vllm_quads.plugin.refit import session_of
 from vllm_quads.plugin.runtime import LayerRuntime
@@ -779,3 +780,37 @@ def test_requests_added_during_a_refit(serving: Any, other: Path, expected: Any)
         engine.load(tensors.items())
     finish(serving)
     assert scores(serving) == before
+
+
+def test_phases_of_a_device_share_their_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a phase lasts until another one begins or the timer rests; work that belongs to none is not counted, and
+    one event is both end and beginning."""
+    clock = [0.0]
+
+    class Event:
+        count = 0
+
+        def __init__(self, enable_timing: bool) -> None:
+            Event.count += 1
+
+        def record(self, stream: Any) -> None:
+            self.at = clock[0]
+
+        def elapsed_time(self, other: Event) -> float:
+            return (other.at - self.at) * 1000
+
+        def synchronize(self) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
+    timer = PhaseTimer(torch.device("cuda"))
+    for name, seconds in (("install", 1), ("install", 2), ("derive", 4), ("rest", 8), ("install", 16), ("rest", 0)):
+        if name == "rest":
+            timer.rest()
+            clock[0] += seconds
+            continue
+        with timer.phase(name):
+            clock[0] += seconds
+    assert timer.seconds() == {"install": 19, "derive": 4}
+    assert Event.count == 5
