@@ -140,7 +140,7 @@ __device__ __forceinline__ Quantized quantize_codes(const Block& block, const Ro
 }
 
 template <bool QUANTIZE, bool DIGEST>
-__global__ void __launch_bounds__(kThreads, QUANTIZE ? 4 : 6) install_kernel(const InstallArgs p, int sharing) {
+__global__ void __launch_bounds__(kThreads, QUANTIZE ? 4 : 5) install_kernel(const InstallArgs p, int sharing) {
   extern __shared__ uint64_t shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane >> 2, t = lane & 3;
   const int total_steps = p.k / 16, parts = p.gate_up ? 2 : 1;
@@ -224,6 +224,9 @@ __global__ void __launch_bounds__(kThreads, QUANTIZE ? 4 : 6) install_kernel(con
   keep(zero);
   int bad = 0;
 
+  uint2 next_codes[4][2];
+  uint32_t next_scales[2];
+  if constexpr (!QUANTIZE) load(first, next_codes, next_scales);
   for (int kb = first; kb < first + length; kb += 4, block += 4 * pitch) {
     uint2 codes[4][2];         // of k-step t of K block kb + j
     uint32_t scale_bytes[2];   // of K block kb + t, k-step i at byte i
@@ -249,7 +252,13 @@ __global__ void __launch_bounds__(kThreads, QUANTIZE ? 4 : 6) install_kernel(con
 #pragma unroll
       for (int r = 0; r < 2; ++r) scale_bytes[r] = transposed(own[r]);
     } else {
-      load(kb, codes, scale_bytes);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) codes[j][r] = next_codes[j][r];
+        scale_bytes[r] = next_scales[r];
+      }
+      if (kb + 4 < first + length) load(kb + 4, next_codes, next_scales);
     }
 
     if (bad_scales(scale_bytes[0]) || bad_scales(scale_bytes[1])) bad = kBadScale;
