@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fake quantization costs a Qwen3-MoE training step on one GPU; writes a JSON result.
+"""What fake quantization costs a Qwen3-MoE training step on one GPU; writes a JSON result after every arm.
 
     python -m benchmarks.training --out quads-bench
     torchrun --nproc-per-node 2 -m benchmarks.training --layers 16 --no-peers     # FSDP2, tokens are those of a rank
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -51,35 +51,26 @@ def start_ranks() -> int:
     return ranks
 
 
-def arms_of(bench: StepBench, steps: int) -> list[Arm]:
-    """Our arms on one model, the baseline first and last (the mean of both counts)."""
-    kinds: dict[str, AbstractContextManager[None]] = {
-        BASELINE: nullcontext(),
-        "QAT, BF16 cache": bench.quantized(CacheMode.DENSE),
-        "QAT, packed cache": bench.quantized(CacheMode.PACKED),
-        "QAT, no cache": bench.quantized(CacheMode.NONE),
-    }
-    arms = []
-    for name, context in kinds.items():
+def arms_of(bench: StepBench, steps: int) -> Iterator[Arm]:
+    """Our arms on one model; the baseline comes first, and once more when what is compared with it is measured."""
+    kinds: list[tuple[str, AbstractContextManager[None]]] = [
+        (BASELINE, nullcontext()),
+        ("QAT, packed cache", bench.quantized(CacheMode.PACKED)),
+        ("QAT, BF16 cache", bench.quantized(CacheMode.DENSE)),
+        (BASELINE, nullcontext()),
+        ("QAT, no cache", bench.quantized(CacheMode.NONE)),
+    ]
+    for i, (name, context) in enumerate(kinds):
         with context:
-            arms.append(bench.measure(name, steps, warm_up=1 if arms else 2))
-            say(_line(arms[-1]))
-    again = bench.measure(BASELINE, steps, warm_up=1)
-    say(_line(again), "(again)")
-    arms[0].step_ms = (arms[0].step_ms + again.step_ms) / 2
-    arms[0].steps_ms += again.steps_ms
-    return arms
+            yield bench.measure(name, steps, warm_up=1 if i else 2)
 
 
-def peers_of(bench: StepBench, steps: int) -> list[Arm]:
+def peers_of(bench: StepBench, steps: int) -> Iterator[Arm]:
     """Other trainers' fake quantization, expert by expert, on the same model."""
-    arms = []
     for name, quantize in PEERS.items():
         if quantize is not None:
             with bench.per_expert(quantize):
-                arms.append(bench.measure(name, steps, warm_up=1))
-                say(_line(arms[-1]))
-    return arms
+                yield bench.measure(name, steps, warm_up=1)
 
 
 def say(*words: object) -> None:
@@ -98,25 +89,47 @@ class Table:
     def __init__(self, bench: StepBench, out: Path, settings: dict[str, Any], suffix: str) -> None:
         """suffix: of the result's name."""
         self._bench, self._out, self._settings, self._suffix = bench, out, settings, suffix
-        self._series: dict[str, Series] = {}
-        self._details: dict[str, dict[str, object]] = {}
-        self._baseline: dict[int, Arm] = {}
+        self._arms: dict[int, dict[str, Arm]] = {}
 
-    def add(self, tokens: int, arms: Sequence[Arm]) -> None:
-        """Arms measured with this many tokens in a micro-batch; those of the baseline come first."""
-        for arm in arms:
-            baseline = self._baseline.setdefault(tokens, arm)
-            relative = ratios([arm], baseline, self._bench.quantized_bytes)[arm.name]
-            role = "peer" if arm.name == BASELINE or arm.name in PEERS else "quads"
-            for name, kind, unit, value in (
-                (arm.name, role, "ms", arm.step_ms),
-                (f"{arm.name}: step time / BF16", "check", "ratio", relative["step time"]),
-                (f"{arm.name}: peak above BF16 / BF16 bytes", "check", "ratio", relative["memory"]),
-            ):
-                self._series.setdefault(name, Series(name, kind, unit, {})).values[tokens] = value
-            detail = {"steps_ms": arm.steps_ms, "peak_bytes": arm.peak_bytes, "loss": arm.loss}
-            self._details.setdefault(arm.name, {})[str(tokens)] = detail
-            say(tokens, arm.name, {k: round(v, 4) for k, v in relative.items()})
+    def add(self, tokens: int, arm: Arm) -> None:
+        """One arm with this many tokens in a micro-batch, after the baseline; the same arm again counts as the mean."""
+        arms = self._arms.setdefault(tokens, {})
+        ratio = arm.step_ms / arms.get(BASELINE, arm).step_ms
+        say(f"{tokens} tokens, {_line(arm)}, {ratio:.4f} of BF16")
+        if before := arms.get(arm.name):
+            before.step_ms = (before.step_ms + arm.step_ms) / 2
+            before.steps_ms += arm.steps_ms
+        else:
+            arms[arm.name] = arm
+        self.save()
+
+    def _series(self) -> tuple[Series, ...]:
+        series: dict[str, Series] = {}
+        for tokens, arms in self._arms.items():
+            relative = ratios(list(arms.values()), arms[BASELINE], self._bench.quantized_bytes)
+            for arm in arms.values():
+                role = "peer" if arm.name == BASELINE or arm.name in PEERS else "quads"
+                for name, kind, unit, value in (
+                    (arm.name, role, "ms", arm.step_ms),
+                    (f"{arm.name}: step time / BF16", "check", "ratio", relative[arm.name]["step time"]),
+                    (f"{arm.name}: peak above BF16 / BF16 bytes", "check", "ratio", relative[arm.name]["memory"]),
+                ):
+                    series.setdefault(name, Series(name, kind, unit, {})).values[tokens] = value
+        return tuple(series.values())
+
+    def _details(self) -> dict[str, dict[str, object]]:
+        details: dict[str, dict[str, object]] = {}
+        for tokens, arms in self._arms.items():
+            for arm in arms.values():
+                detail = {"steps_ms": arm.steps_ms, "peak_bytes": arm.peak_bytes, "loss": arm.loss}
+                details.setdefault(arm.name, {})[str(tokens)] = detail
+        return details
+
+    def show(self) -> None:
+        """Print what is relative to the baseline."""
+        for s in self._series():
+            if s.role == "check":
+                say(s.name, {x: round(v, 4) for x, v in s.values.items()})
 
     def save(self) -> None:
         """Write what there is, on rank 0."""
@@ -125,7 +138,7 @@ class Table:
             "training",
             "Training step of Qwen3-30B-A3B's layers, weights of the routed experts in NVFP4",
             "tokens of a micro-batch",
-            tuple(self._series.values()),
+            self._series(),
             environment.describe(),
             {
                 "name": "qwen3-30b-a3b" + self._suffix + (f"-fsdp{ranks}" if ranks > 1 else ""),
@@ -136,10 +149,10 @@ class Table:
                 "experts_implementation": "grouped_mm",
                 "quantized_bf16_bytes": self._bench.quantized_bytes,
             },
-            details=self._details,
+            details=self._details(),
         )
         if int(os.environ.get("RANK", "0")) == 0:
-            say("saved", result.save(self._out / f"{result.stem}.json").name)
+            result.save(self._out / f"{result.stem}.json")
 
 
 def main() -> None:
@@ -163,11 +176,12 @@ def main() -> None:
     table = Table(bench, args.out, settings, f"-{layers}-layers" if args.layers else "")
     for i, count in enumerate(tokens):
         bench.set_batches(count, args.micro_batches)
-        table.add(count, arms_of(bench, args.steps))
-        table.save()
+        for arm in arms_of(bench, args.steps):
+            table.add(count, arm)
         if i == 0 and not args.no_peers:
-            table.add(count, peers_of(bench, 2))
-            table.save()
+            for arm in peers_of(bench, 2):
+                table.add(count, arm)
+    table.show()
     if ranks > 1:
         torch.distributed.destroy_process_group()
 
