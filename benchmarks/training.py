@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,18 +21,28 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from trainer_qat.bench import Arm, StepBench, layers_that_fit, modelopt_formula, modelopt_kernel, ratios, verl_kernel
+from trainer_qat.bench import (
+    Arm,
+    MatrixQuantizer,
+    StepBench,
+    layers_that_fit,
+    modelopt_formula,
+    modelopt_kernel,
+    ratios,
+    verl_kernel,
+)
 from trainer_qat.cache import CacheMode
 from vllm_quads.bench import environment
 from vllm_quads.bench.result import Result, Series
 
 BASELINE = "BF16"
 _START = time.monotonic()
-PEERS = {
-    "ModelOpt's Triton kernel, per expert": modelopt_kernel(),
-    "verl's Triton kernel, per expert": verl_kernel(),
-    "ModelOpt's formula in torch, per expert": modelopt_formula,
+PEERS: dict[str, Callable[[], MatrixQuantizer | None]] = {
+    "ModelOpt's Triton kernel, per expert": modelopt_kernel,
+    "verl's Triton kernel, per expert": verl_kernel,
+    "ModelOpt's formula in torch, per expert": lambda: modelopt_formula,
 }
+"""What makes each; None where its package is not installed."""
 
 
 def shard(model: nn.Module) -> None:
@@ -67,10 +77,12 @@ def arms_of(bench: StepBench, steps: int) -> Iterator[Arm]:
 
 def peers_of(bench: StepBench, steps: int) -> Iterator[Arm]:
     """Other trainers' fake quantization, expert by expert, on the same model."""
-    for name, quantize in PEERS.items():
-        if quantize is not None:
+    for name, make in PEERS.items():
+        if (quantize := make()) is not None:
             with bench.per_expert(quantize):
                 yield bench.measure(name, steps, warm_up=1)
+        else:
+            say(f"{name}: not installed")
 
 
 def say(*words: object) -> None:
