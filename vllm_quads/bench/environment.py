@@ -108,7 +108,7 @@ def kernel_digest() -> str:
 
 
 def command_line() -> str:
-    """The command as it was typed, without directories of this machine."""
+    """The command as it was typed, without directories of this machine: of absolute paths the last part only."""
     arguments, skip = [], False
     for argument in sys.argv[1:]:
         if skip or argument.startswith(tuple(f"{o}=" for o in _WHERE)):
@@ -116,7 +116,8 @@ def command_line() -> str:
         elif argument in _WHERE:
             skip = True
         else:
-            arguments.append(argument)
+            option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+            arguments.append(option + equals + (Path(value).name if Path(value).is_absolute() else value))
     program = Path(sys.argv[0]).name
     return shlex.join(["quads" if program == "__main__.py" else program, *arguments])
 
