@@ -381,7 +381,7 @@ def test_results_say_where_they_come_from(monkeypatch: pytest.MonkeyPatch) -> No
     typed = ["/opt/bin/quads", "bench", "moe", "--out", "/home/me/x", "--tokens", "1,4", "--logs=/tmp/l"]
     monkeypatch.setattr(sys, "argv", typed)
     assert environment.command_line() == "quads bench moe --tokens 1,4"
-    monkeypatch.setattr(sys, "argv", ["quads", "bench", "logprobs", "/data/m", "--against=/data/cpu.safetensors", "a/b"])
+    monkeypatch.setattr(sys, "argv", ["quads", "bench", "logprobs", "/data/m", "--against=/d/cpu.safetensors", "a/b"])
     assert environment.command_line() == "quads bench logprobs m --against=cpu.safetensors a/b"
     found = environment.describe()
     assert {"date", "card", "python", "torch", "vllm-quads", "source", "kernels", "command"} <= set(found)
