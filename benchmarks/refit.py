@@ -79,6 +79,7 @@ def engine(kind: str, layers: int, directory: Path, memory: float) -> Any:
         skip_tokenizer_init=True,
         max_model_len=512,
         max_num_seqs=16,
+        max_num_batched_tokens=512,
         gpu_memory_utilization=memory,
         kv_cache_memory_bytes=1 << 30,
         enforce_eager=False,

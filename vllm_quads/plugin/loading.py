@@ -317,12 +317,12 @@ class PackedLoader:
 
     def fill_dummy(self) -> None:
         """Small random weights, for engines that start without weights (load_format='dummy')."""
-        for matrix in self.matrices:
-            codes = self._param(matrix, Role.WEIGHT)[matrix.rows]
+        for matrix in {m.prefix: m for m in self.matrices}.values():
+            codes = self._param(matrix, Role.WEIGHT)
             codes.copy_(torch.randint(0, 256, codes.shape, dtype=torch.uint8, device=codes.device))
-            self._param(matrix, Role.BLOCK_SCALE)[matrix.rows].view(torch.uint8).fill_(0x38)  # 1.0
-            self._param(matrix, Role.DECODE_SCALE)[matrix.scalar].fill_(1e-3)
-            self._param(matrix, Role.INPUT_SCALE)[matrix.scalar].fill_(0.0)
+            self._param(matrix, Role.BLOCK_SCALE).view(torch.uint8).fill_(0x38)  # 1.0
+            self._param(matrix, Role.DECODE_SCALE).fill_(1e-3)
+            self._param(matrix, Role.INPUT_SCALE).fill_(0.0)
         self.version += 1
 
     def check_settled(self) -> None:
