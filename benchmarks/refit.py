@@ -137,6 +137,7 @@ def quads(options: argparse.Namespace, directory: Path) -> None:
     install_only(llm, sync, bandwidth, experts, packed_bytes)
     for packed in (True, False):
         pushes(sync, packed, "none", repeats)
+    pushes(sync, True, "none", repeats, verify=False)
     if options.profile:
         profile(lambda: sync.push(rollback="none"))
     pushes(sync, True, "host", repeats)
@@ -149,15 +150,15 @@ def quads(options: argparse.Namespace, directory: Path) -> None:
     say(event="done", **vars(rollout.status().counters))
 
 
-def pushes(sync: Any, packed: bool, rollback: str, repeats: int) -> None:
+def pushes(sync: Any, packed: bool, rollback: str, repeats: int, verify: bool = True) -> None:
     """End-to-end pushes, the trainer's quantization included."""
     for i in range(repeats):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        report, seconds = timed(lambda: sync.push(packed=packed, rollback=rollback))
+        report, seconds = timed(lambda: sync.push(packed=packed, rollback=rollback, verify=verify))
         peak = torch.cuda.max_memory_allocated() - before
-        say(event="push", packed=packed, rollback=rollback, repeat=i, push=seconds, peak_gib=peak / 2**30,
-            tensors=report.tensors, gb=report.bytes / 1e9, **dict(report.seconds))  # fmt: skip
+        say(event="push", packed=packed, rollback=rollback, verify=verify, repeat=i, push=seconds,
+            peak_gib=peak / 2**30, tensors=report.tensors, gb=report.bytes / 1e9, **dict(report.seconds))  # fmt: skip
 
 
 def profile(work: Callable[[], Any]) -> None:

@@ -154,14 +154,15 @@ class PushStream:
 
     def _weight_tensors(self, weight: Weight, full: Tensor) -> Iterator[tuple[str, Tensor]]:
         wire = self._wire(weight)
-        stack = self._quantize(weight, full) if self._packed or self._digest else None
-        if stack is not None and self._digest:
-            self._digests.add(wire, wire.digests(stack))
+        if self._packed or self._digest:
+            stack = self._quantize(weight, full)
+            decode = wire.decode_scales(stack)
+            if self._digest:
+                self._digests.add(wire, wire.digests(stack, decode))
+            if self._packed:
+                yield from wire.packed(stack, decode).items()
         if not self._packed:
             yield wire.name, full.to(torch.bfloat16).contiguous()
-            return
-        assert stack is not None
-        yield from wire.packed(stack).items()
 
     def _quantize(self, weight: Weight, full: Tensor) -> QuantizedStack:
         quantizer = self._kept.get(weight.name)

@@ -56,24 +56,25 @@ class Wire:
         """Of the BF16 weight."""
         return {self.name: TensorSpec(self.shape, torch.bfloat16)}
 
-    def packed(self, stack: QuantizedStack) -> dict[str, Tensor]:
-        """The tensors that `packed_specs` promises."""
-        scales = stack.decode_scale
-        scales = scales[:, None].expand(self.scalars).contiguous() if self.parts > 1 else scales
-        return dict(zip(self.packed_specs, (scales, stack.block_scales, stack.codes), strict=True))
+    def decode_scales(self, stack: QuantizedStack) -> Tensor:
+        """One decode scale for each matrix, float32 of shape `scalars`, contiguous."""
+        decode = stack.decode_scale
+        return decode[:, None].expand(self.scalars).contiguous() if self.parts > 1 else decode
+
+    def packed(self, stack: QuantizedStack, decode: Tensor) -> dict[str, Tensor]:
+        """The tensors that `packed_specs` promises; decode: what `decode_scales` gave."""
+        return dict(zip(self.packed_specs, (decode, stack.block_scales, stack.codes), strict=True))
 
     @cached_property
     def name_weights(self) -> Tensor:
         """What the digest of each matrix is multiplied with in that of the unit, int64 [matrices] on the CPU."""
         return name_weights(self.matrices)
 
-    def digests(self, stack: QuantizedStack) -> Tensor:
-        """Digest of each matrix, int64 [matrices]; one kernel."""
-        codes, scales, decode = stack
+    def digests(self, stack: QuantizedStack, decode: Tensor) -> Tensor:
+        """Digest of each matrix, int64 [matrices]; decode: what `decode_scales` gave."""
+        codes, scales = stack.codes, stack.block_scales
         if self.parts > 1:  # expert by expert, gate and up: [E, P, N, ...]
-            lead = (self.shape[0], self.parts)
-            codes, scales = codes.unflatten(1, (lead[1], -1)), scales.unflatten(1, (lead[1], -1))
-            decode = decode[:, None].expand(lead).contiguous()
+            codes, scales = codes.unflatten(1, (self.parts, -1)), scales.unflatten(1, (self.parts, -1))
         return digest_stack(QuantizedStack(codes, scales, decode)).flatten()
 
 
