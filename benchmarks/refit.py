@@ -157,7 +157,7 @@ def pushes(sync: Any, packed: bool, rollback: str, repeats: int, verify: bool = 
         before = torch.cuda.memory_allocated()
         report, seconds = timed(lambda: sync.push(packed=packed, rollback=rollback, verify=verify))
         peak = torch.cuda.max_memory_allocated() - before
-        say(event="push", packed=packed, rollback=rollback, verify=verify, repeat=i, push=seconds,
+        say(event="push", packed=packed, rollback=rollback, verified=verify, repeat=i, push=seconds,
             peak_gib=peak / 2**30, tensors=report.tensors, gb=report.bytes / 1e9, **dict(report.seconds))  # fmt: skip
 
 

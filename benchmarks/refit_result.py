@@ -46,9 +46,9 @@ def result_of(directory: Path) -> Result:
     floor = event(own, "floor")
     series, facts, missing = [], {"copy bandwidth, GB/s": floor["copy_gbs"]}, {}
     for (packed, rollback), name in PUSHES.items():
-        values = column(own, "push", "push", packed=packed, rollback=rollback, verify=True)
+        values = column(own, "push", "push", packed=packed, rollback=rollback, verified=True)
         series.append(Series(name, "quads", "s", values))
-    unverified = column(own, "push", "push", packed=True, rollback="none", verify=False)
+    unverified = column(own, "push", "push", packed=True, rollback="none", verified=False)
     series.append(Series("push() packed, verify=False", "quads", "s", unverified))
     for packed, name in INSTALLS.items():
         values = column(own, "install", "experts", packed=packed)
@@ -74,7 +74,7 @@ def result_of(directory: Path) -> Result:
         start["environment"],
         {"name": "qwen3-30b-a3b", "layers": start["layers"]},
         facts,
-        details={PUSHES[e["packed"], e["rollback"]]: e for e in own if e["event"] == "push" and e["verify"]},
+        details={PUSHES[e["packed"], e["rollback"]]: e for e in own if e["event"] == "push" and e["verified"]},
         missing=missing,
     )
 
