@@ -491,11 +491,80 @@ def test_manifests_that_were_tampered_with(serving: Any, other: Path) -> None:
     good = manifest(serving, tensors_of(other), None)
     site = next(iter(as_engine(serving).compensation().sites))
     for changed in ({"policy_version": 7.9}, {"policy_version": True}, {"policy_version": "7"}, {"rollback": "maybe"}):
-        with pytest.raises(RefitError, match="not a refit manifest"):
+        (key,) = changed
+        with pytest.raises(RefitError, match=f"{key}: is .*, expected"):
             Manifest.from_json(good.to_json() | changed)
     for value in (torch.nan, torch.inf, -1.0):
         with pytest.raises(RefitError, match=r"sensitivities\['model.*expected a finite number"):
             as_engine(serving).begin(Manifest.from_json(good.to_json() | {"compensation": {site: value}}))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"version": torch.inf}, {"version": torch.nan}, {"version": True}, {"version": -1}, {"rollback": "maybe"}],
+    ids=str,
+)
+def test_manifests_made_by_hand(field: dict[str, Any], serving: Any, other: Path) -> None:
+    """No version that nothing could be newer than, and no way back that would silently be none."""
+    key = {"version": "policy_version"}.get(next(iter(field)), "rollback")
+    with pytest.raises(RefitError, match=f"{key}: is .*, expected"):
+        manifest(serving, tensors_of(other), None, **field)
+    assert manifest(serving, tensors_of(other), None, rollback="host").rollback is Rollback.HOST
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0, -1.0])
+def test_damaged_activation_scales(
+    value: float, serving: Any, other: Path, expected: Any, tmp_path: Path, tiny_qwen3_moe: Path
+) -> None:
+    """A static activation scale that a checkpoint could not have is refused by a push too."""
+    quantize_checkpoint(other, tmp_path / "q")
+    name = f"{EXPERT}.gate_proj.input_scale"
+    message = r"gate_proj\.input_scale: expected a finite, positive scale; the previous weights keep serving"
+    with pytest.raises(RefitError, match=message):
+        push(serving, tensors_of(tmp_path / "q") | {name: torch.tensor(value)}, None)
+    assert scores(serving) == expected[tiny_qwen3_moe][0]
+
+
+def test_what_overflows_the_engines_dtype(serving: Any, other: Path, expected: Any, tiny_qwen3_moe: Path) -> None:
+    """FP32 numbers that round to Inf in BF16 are refused, quantized or not."""
+    for name in ("lm_head.weight", f"{EXPERT}.gate_proj.weight"):
+        tensors = {n: t.float() for n, t in tensors_of(other).items()}
+        tensors[name][3, 5] = 3.4e38
+        with pytest.raises(RefitError, match=r"holds NaN or Inf.*previous weights keep serving"):
+            push(serving, tensors, None)
+        assert scores(serving) == expected[tiny_qwen3_moe][0]
+
+
+@pytest.mark.parametrize("call", ["abort", "commit", "load", "abort, begin"])
+def test_a_refit_that_ends_while_it_receives(
+    call: str, serving: Any, other: Path, expected: Any, tiny_qwen3_moe: Path
+) -> None:
+    """What still arrives after a refit has ended (by its sender, or by another thread) is not written."""
+    engine, tensors = as_engine(serving), list(stacked(tensors_of(other)).items())
+    announced = manifest(serving, dict(tensors), None)
+
+    def sender(end: int) -> Iterator[tuple[str, Tensor]]:
+        yield from tensors[:end]
+        if call == "commit":
+            with pytest.raises(RefitError, match="still being received"):
+                engine.commit()
+        elif call == "load":
+            with pytest.raises(RefitError, match="still being received"):
+                engine.load(tensors[end:])
+        else:
+            engine.abort()
+        if call == "abort, begin":
+            engine.begin(announced)
+        yield from tensors[end:]
+
+    for end in (0, len(tensors) - 1, len(tensors)):
+        engine.begin(announced)
+        with pytest.raises(RefitError, match="the refit has failed before.*previous weights keep serving"):
+            engine.load(sender(end))
+        engine.abort()
+        assert scores(serving) == expected[tiny_qwen3_moe][0]
+        assert engine.fingerprint() == expected[tiny_qwen3_moe][1]
+    assert push(serving, dict(tensors), None).fingerprint == expected[other][1]
 
 
 def test_versions_only_grow(serving: Any, other: Path, expected: Any) -> None:

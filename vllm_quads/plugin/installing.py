@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_quads.nvfp4 import RefitError
 from vllm_quads.plugin.arrivals import Arrivals
 from vllm_quads.plugin.config import QuadsConfig
 from vllm_quads.plugin.inventory import Inventory, TensorName
@@ -104,6 +105,7 @@ class Installer:
                 unit.watch(arrivals.fields, flags)
         else:
             unit.watch_written(receipts, flags)
+        unit.watch_input_scales(arrivals.fields, arrivals.input_scales, flags)
         self._before_writing(refit)
         if unit.key not in refit.loaders:
             refit.loaders[unit.key] = loader.remember()
@@ -142,7 +144,10 @@ class Installer:
             return
         with refit.timer.phase("validate"):
             for name, amax in _amax_of(tensors):
-                refit.flags.add("amax", amax, f"{name}: holds NaN or Inf; the trainer has diverged")
+                what = "NaN or Inf"
+                for dtype in {self._inventory.owners[key].dtype for key in refit.plan.plain[name]} - {amax.dtype}:
+                    amax, what = amax.to(dtype), f"NaN or Inf, or more than {dtype} can hold"
+                refit.flags.add("amax", amax, f"{name}: holds {what}; the trainer has diverged")
         self._before_writing(refit)
         if refit.undo is not None:
             with refit.timer.phase("undo"):
@@ -183,6 +188,8 @@ def _timed(refit: OpenRefit, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[
         start = time.perf_counter()
         item = next(iterator, None)
         refit.timer.add("transfer", time.perf_counter() - start)
+        if refit.ended:  # by the sender, or by another thread
+            raise RefitError(refit.ended)
         if item is None:
             return
         yield item

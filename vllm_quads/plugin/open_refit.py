@@ -50,6 +50,10 @@ class OpenRefit:
     unsettled: list[LayerRuntime] = field(default_factory=list)
     """Complete layers whose derived operands are still the old ones."""
     compensation: CompensationState | None = None
+    receiving: bool = False
+    """True while tensors are being taken from the sender."""
+    ended: str = ""
+    """How it ended, once it has: what still arrives then must not be written."""
     touched: bool = False
     """True once something was written."""
     bytes: int = 0

@@ -43,6 +43,7 @@ from vllm_quads.refit import EngineState, Manifest, RefitCounters, RefitReport, 
 from vllm_quads.refit.report import KEEP_SERVING, REFUSES, STILL_REFUSES
 
 logger = init_logger("vllm.quads")
+_ARRIVING = "tensors of this refit are still being received; let load return first"
 # Not on the config: vLLM's reload metadata reaches it from parameters, and would keep the model alive for ever.
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, RefitSession] = weakref.WeakKeyDictionary()
 
@@ -112,11 +113,18 @@ class RefitSession:
         """
         refit = self._require_open()
         self._stage = "tensor"
+        if refit.receiving:
+            raise self._ended(RefitError(_ARRIVING))
         refit.timer.follow_stream()
+        refit.receiving = True
         try:
             self._installer.receive(refit, tensors)
         except BaseException as e:
+            if refit.ended:  # what is open now, if anything, is another refit
+                raise
             raise self._ended(e) from e
+        finally:
+            refit.receiving = False
 
     @torch.no_grad()
     def commit(
@@ -133,6 +141,8 @@ class RefitSession:
         try:
             if refit is None:
                 raise RefitError(failed or "no refit is under way; call begin(manifest) first")
+            if refit.receiving:
+                raise RefitError(_ARRIVING)
             refit.timer.follow_stream()
             self._finish_installing(refit, compensation)
             with refit.timer.phase("verify"):
@@ -330,7 +340,7 @@ class RefitSession:
         if not isinstance(error, QuadsError):
             text = f"refit failed after {refit.last} ({type(error).__name__}: {error})"
         message = f"{text}; {outcome}"
-        self._failed = f"the refit has failed before: {message}"
+        self._failed = refit.ended = f"the refit has failed before: {message}"
         if not isinstance(error, Exception):
             return error  # an interrupt stays an interrupt
         return RefitError(message)

@@ -186,6 +186,16 @@ class Unit:
                 if matrix.name in present:
                     self.runtime.loader.set_input_scale(matrix, values["input"].flatten()[i])
 
+    def watch_input_scales(
+        self, fields: Sequence[dict[str, Tensor]], arrived: Sequence[set[str]], flags: Flags
+    ) -> None:
+        """Look for damage in the static activation scales that were sent."""
+        for section, values, present in zip(self.sections, fields, arrived, strict=True):
+            for i, matrix in enumerate(section.matrices if present else ()):
+                if matrix.name in present:
+                    what = f"{matrix.name}.input_scale: expected a finite, positive scale"
+                    flags.add("global", values["input"].flatten()[i], what)
+
     def watch(self, fields: Sequence[dict[str, Tensor]], flags: Flags) -> None:
         """Look for damage in packed fields."""
         for arrived in fields:

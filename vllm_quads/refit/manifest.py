@@ -62,6 +62,16 @@ class Manifest:
     """Optional sensitivities, site name -> mean squared gradient, from the trainer's gradients."""
     rollback: Rollback = Rollback.HOST
 
+    def __post_init__(self) -> None:
+        """Raises RefitError for a version that is no integer and for an unknown way back."""
+        version = self.policy_version
+        if not isinstance(version, int) or isinstance(version, bool) or version < 0:
+            raise RefitError(f"policy_version: is {version!r}, expected an integer of at least 0")
+        try:
+            object.__setattr__(self, "rollback", Rollback(self.rollback))
+        except ValueError as e:
+            raise RefitError(f"rollback: is {self.rollback!r}, expected one of {[r.value for r in Rollback]}") from e
+
     @property
     def nbytes(self) -> int:
         """Bytes of the payload."""
@@ -87,19 +97,13 @@ class Manifest:
                 contract=Contract.from_dict(data["contract"]),
                 quantized=_expanded(data["quantized"]),
                 tensors={n: TensorSpec(tuple(s[1:]), _dtype(n, s[0])) for n, s in data["tensors"].items()},
-                policy_version=_integer(data["policy_version"]),
+                policy_version=data["policy_version"],
                 fingerprint=data.get("fingerprint"),
                 compensation={n: float(v) for n, v in data.get("compensation", {}).items()},
-                rollback=Rollback(data.get("rollback", Rollback.HOST)),
+                rollback=data.get("rollback", Rollback.HOST),
             )
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
             raise RefitError(f"not a refit manifest ({type(e).__name__}: {e}); send what Manifest.to_json gives") from e
-
-
-def _integer(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"policy_version is {value!r}, expected an integer")
-    return value
 
 
 def _dtype(name: str, text: str) -> torch.dtype:
