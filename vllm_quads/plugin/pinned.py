@@ -54,6 +54,8 @@ class PinnedArena:
             list(pool.map(Tensor.zero_, parts))
         runtime = torch.cuda.cudart()
         if int(runtime.cudaHostRegister(region.data_ptr(), nbytes, 0)) != 0:  # limits of the platform
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")  # or the next launch would report CUDA's last error as its own
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         # Holds the region, which must not go before it is unpinned.
         weakref.finalize(self, _unpin, region)
