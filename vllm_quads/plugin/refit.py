@@ -138,6 +138,7 @@ class RefitSession:
         refit, failed, own = self._open, self._failed, None
         self._stage = "verification"
         error: BaseException | None = None
+        seconds: dict[str, float] = {}
         try:
             if refit is None:
                 raise RefitError(failed or "no refit is under way; call begin(manifest) first")
@@ -147,11 +148,11 @@ class RefitSession:
             self._finish_installing(refit, compensation)
             with refit.timer.phase("verify"):
                 own = self._table.read(refit.digests)
+            seconds = refit.timer.seconds()
         except Exception as e:
             error = e
         except BaseException as e:
             raise self._ended(e) from e
-        seconds = refit.timer.seconds() if refit is not None else {}
         message = None if error is None else f"{type(error).__name__}: {error}"
         try:
             outcomes = compat.gather((message, own, seconds))
