@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import pytest
 import torch
 from fake_engine import FakeEngine
@@ -139,6 +141,43 @@ def test_a_diverged_weight_is_refused_before_anything_is_sent() -> None:
     with pytest.raises(FormatError, match=r"layers\.1\.mlp\.experts\.down_proj"):
         sync.push()
     assert engine.calls == []
+
+
+@pytest.mark.parametrize("change", ["step", "fused step", "in place", "another model's step"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_weights_that_change_during_a_push(change: str, verify: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of two policies never serve together: a change while a push is under way is named, whether or not
+    digests are compared, and the engine is told to go back. Other models may be trained meanwhile."""
+    model, other = qwen3(), nn.Linear(16, 16)
+    sync, engine = pair(model)
+    trained = other if "another" in change else model
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1, fused="fused" in change or None)
+    for p in trained.parameters():
+        p.grad = torch.ones_like(p)
+    load = engine.load
+
+    def loading(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        def disturbed() -> Iterator[tuple[str, torch.Tensor]]:
+            for i, item in enumerate(tensors):
+                if i == 5:
+                    if change == "in place":
+                        with torch.no_grad():
+                            model.lm_head.weight.add_(1.0)
+                    else:
+                        optimizer.step()
+                yield item
+
+        load(disturbed())
+
+    monkeypatch.setattr(engine, "load", loading)
+    if "another" in change:
+        sync.push(verify=verify)
+        return
+    with pytest.raises(RefitError, match="was changed while the push was under way"):
+        sync.push(verify=verify)
+    assert engine.calls[-1] == "abort"
+    monkeypatch.undo()
+    assert sync.push().fingerprint == sync.payload.fingerprint()
 
 
 def test_wrong_bytes_are_noticed() -> None:

@@ -23,12 +23,12 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from vllm_quads.kernels.kept import KeptQuantization
 from vllm_quads.nvfp4 import PackedTensor
@@ -63,6 +63,8 @@ class _Steps:
     """Counts optimizer steps of the whole process, of any torch optimizer; fused ones bump no version counter."""
 
     count = 0
+    last: ClassVar[weakref.WeakKeyDictionary[Optimizer, int]] = weakref.WeakKeyDictionary()
+    """The count at each optimizer's last step."""
     _hooked = False
 
     @classmethod
@@ -74,13 +76,19 @@ class _Steps:
         return cls.count
 
     @classmethod
-    def _step(cls, *_: Any) -> None:
+    def _step(cls, optimizer: Optimizer, *_: Any) -> None:
         cls.count += 1
+        cls.last[optimizer] = cls.count
 
 
 def optimizer_steps() -> int:
     """Steps of any torch optimizer in this process, counted from the first call on."""
     return _Steps.now()
+
+
+def optimizers_since(steps: int) -> list[Optimizer]:
+    """The optimizers that have stepped since `optimizer_steps` gave this number."""
+    return [optimizer for optimizer, last in list(_Steps.last.items()) if last > steps]
 
 
 @dataclass(frozen=True)

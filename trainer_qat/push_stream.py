@@ -19,6 +19,7 @@ from trainer_qat.inventory import Weight
 from trainer_qat.payload import Payload, full_tensor, plain_dtype
 from trainer_qat.prepare import quantizer_of
 from trainer_qat.quantizer import WeightQuantizer, full_amax
+from trainer_qat.stillness import Stillness
 from trainer_qat.wire import UnitDigests, Wire
 from vllm_quads.kernels.weights import FiniteCheck, QuantizedStack, quantize_stack, weight_amax
 from vllm_quads.nvfp4 import MismatchError, canonical_name, scale_group, unit_fingerprint
@@ -35,6 +36,7 @@ class PushStream:
         self._digest = digest
         self._amax: dict[str, Tensor] = {}
         self._check: FiniteCheck | None = None
+        self._still: Stillness | None = None
         self._digests = UnitDigests()
         self._kept: dict[str, WeightQuantizer] = {}
         self.sharded = payload.sharded
@@ -91,6 +93,7 @@ class PushStream:
     def measure(self) -> None:
         """Start to compute the amax of every quantized weight. A collective of all ranks under FSDP2."""
         self._payload.reshard()
+        self._still = Stillness(self._payload.model)
         self._check = FiniteCheck()
         groups: dict[str, list[Tensor]] = {}
         for weight in self._payload.weights():
@@ -137,6 +140,11 @@ class PushStream:
             yield name, full if weight is not None else self._payload.merged(name, full)
         for name, buffer in self._buffers:
             yield name, full_tensor(buffer)
+
+    def check_unchanged(self) -> None:
+        """Raise RefitError, by name, if a weight was changed since `measure`."""
+        if self._still is not None:
+            self._still.check()
 
     def digests(self) -> dict[str, int] | None:
         """Digest of every unit that has been sent, or None if none were asked for; waits for the device once."""

@@ -171,6 +171,7 @@ class RolloutSync:
             engine.begin(manifest)
             began = True
             engine.load(Lasting(watched(), resident=stream.resident))
+            stream.check_unchanged()
             report = engine.commit(stream.digests())
         except BaseException as e:
             if began or not isinstance(e, QuadsError):  # a push that was refused has ended; what is open is another's

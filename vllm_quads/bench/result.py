@@ -30,6 +30,7 @@ class Series:
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise QuadsError(f"series {self.name!r}: role is {self.role!r}, expected one of {', '.join(ROLES)}")
+        _require_types(self, str, "name", "unit", "note")
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,12 @@ class Result:
     def __post_init__(self) -> None:
         if self.bench not in BENCHES:
             raise QuadsError(f"bench is {self.bench!r}, expected one of {', '.join(BENCHES)}")
+        _require_types(self, str, "title", "x")
+        _require_types(self, dict, "environment", "settings", "facts", "details", "missing")
+        for field_name, kind in (("environment", str), ("facts", (int, float)), ("details", dict), ("missing", str)):
+            for key, value in getattr(self, field_name).items():
+                if not isinstance(value, kind):
+                    raise QuadsError(f"result is damaged ({field_name}[{key!r}] is {value!r}); measure again")
 
     def get(self, name: str) -> Series | None:
         """The series of that name, if it was measured."""
@@ -115,6 +122,13 @@ class Result:
         card = self.environment.get("card", "unknown").replace("NVIDIA", "").strip()
         parts = (self.environment.get("date", "")[:10], card, self.bench, str(self.settings.get("name", "")))
         return "-".join("".join(c if c.isalnum() else "-" for c in p.lower()).strip("-") for p in parts if p)
+
+
+def _require_types(record: Any, kind: type, *names: str) -> None:
+    for name in names:
+        value = getattr(record, name)
+        if not isinstance(value, kind):
+            raise QuadsError(f"result is damaged ({name} is {value!r}, expected {kind.__name__}); measure again")
 
 
 def ratios(of: Series, to: Series) -> dict[int, float]:
