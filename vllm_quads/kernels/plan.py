@@ -250,7 +250,7 @@ def plan_linear(shape: LinearShape, limits: DeviceLimits) -> LinearPlan:
         # decoding bounds few tokens, the tensor cores many
         rate = min(WEIGHTS_A_CLOCK[gemm], MULTIPLICATIONS_A_CLOCK[gemm] / capacity)
         waves = -(-units // limits.multiprocessors)
-        cost = waves * (unit_rows * k / splits / rate + UNIT_CLOCKS * (1.0 + 0.07 * groups))
+        cost = waves * (unit_rows * k / splits / rate + UNIT_CLOCKS * (1.0 + LINEAR_SPLIT_COST * groups))
         if splits > 1:
             cost += SUM_CLOCKS + shape.tokens * rows * splits * 8 / BYTES_A_CLOCK
         if best is None or cost < best[0]:
@@ -266,6 +266,8 @@ MULTIPLICATIONS_A_CLOCK = {Gemm.DECODE: 1000.0, Gemm.BATCH: 2000.0, Gemm.WIDE: 2
 """Weights times tokens that one multiprocessor multiplies a clock."""
 UNIT_CLOCKS = 2000.0
 """Start and epilogue of a unit."""
+LINEAR_SPLIT_COST = 0.07
+"""Part of UNIT_CLOCKS by which each K group of a unit adds to them."""
 SUM_CLOCKS = 4000.0
 """The launch that sums the parts of K."""
 BYTES_A_CLOCK = 2000.0
