@@ -196,6 +196,22 @@ def test_an_engine_without_weights_stays_paused() -> None:
     assert not control.paused
 
 
+def test_what_serves_is_what_all_workers_serve() -> None:
+    """A worker that had written nothing keeps its weights; the error does not say so of an engine whose other worker
+    has lost them."""
+    control = Control()
+
+    def half(info: Mapping[str, Any]) -> None:
+        if info["op"] == "load":
+            control.status[0]["failure"] = "a.weight: holds NaN or Inf; the previous weights keep serving"
+            control.status[1].update(state="refusing", reason="half of the weights are new")
+
+    control.after_update = half
+    with pytest.raises(RefitError, match=r"rank 0: a.weight: holds NaN or Inf; .*refuses to serve") as caught:
+        push(RemoteEngine(control, InlinePlane()))
+    assert "keep serving" not in str(caught.value)
+
+
 def test_another_trainers_update_is_left_alone_until_told() -> None:
     """A second trainer is refused and changes nothing; `recover` ends what a dead one has left open."""
     control = Control()

@@ -61,6 +61,9 @@ class InFlight(str, Enum):
     """They end at once, with what they have."""
 
 
+_REFUSES = "the engine refuses to serve until a refit succeeds"
+
+
 class Control(Protocol):
     """Small messages to an engine. Methods raise RefitError if the engine cannot be reached or refuses."""
 
@@ -379,10 +382,7 @@ class RemoteEngine:
         if is_open:
             self._control.finish()
         if refuses:
-            raise RefitError(
-                f"{self._control.label}: the engine refuses to serve until a refit succeeds ({status['reason']}); it "
-                f"stays paused"
-            )
+            raise RefitError(f"{self._control.label}: {_REFUSES} ({status['reason']}); it stays paused")
         return KEEP_SERVING
 
     def _update(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -408,8 +408,13 @@ class RemoteEngine:
                 outcome = self._drop()
             except Exception as e:
                 outcome = str(e)
-            if isinstance(error, RefitError) and not says_what_serves(str(error)):
-                raise RefitError(f"{error}; {outcome}") from error
+            if not isinstance(error, RefitError):
+                raise
+            text = str(error)
+            if _REFUSES in outcome:  # one worker may have written nothing, where another one has
+                text = text.replace(f"; {KEEP_SERVING}", "")
+            if not says_what_serves(text):
+                raise RefitError(f"{text}; {outcome}") from error
             raise
 
     def _require_open(self) -> None:
