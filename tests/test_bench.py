@@ -328,6 +328,7 @@ def test_refusals_name_everything_that_is_missing(monkeypatch: pytest.MonkeyPatc
         (["moe", "--experts", "8", "--top-k", "2"], "--hidden, --intermediate"),
         (["quantize", "--rows", ","], "--rows"),
         (["logprobs", "m"], "--record"),
+        (["logprobs", "m", "--record", "r", "--nudge", "0.5"], "--nudge"),
     ],
 )
 def test_wrong_usage(arguments: list[str], says: str) -> None:

@@ -221,6 +221,9 @@ def logprobs(
     with reporting(as_json):
         if (record is None) == (against is None):
             raise typer.BadParameter("give either --record or --against")
+        if record is not None and nudge:
+            raise typer.BadParameter("--nudge compares: give it with --against")
+        (out if record is None else record.parent).mkdir(parents=True, exist_ok=True)  # before minutes of work
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         with stdout_to_stderr(), progress("logprobs") as update:

@@ -42,6 +42,8 @@ def gap(
     Runs the model in vLLM and in transformers on this machine; minutes for a small model on a CPU.
     """
     with reporting(as_json):
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)  # before minutes of work
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         with stdout_to_stderr(), progress("gap") as update:
