@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -565,6 +566,34 @@ def test_a_refit_that_ends_while_it_receives(
         assert scores(serving) == expected[tiny_qwen3_moe][0]
         assert engine.fingerprint() == expected[tiny_qwen3_moe][1]
     assert push(serving, dict(tensors), None).fingerprint == expected[other][1]
+
+
+def test_another_thread_ends_a_refit_amid_a_write(
+    serving: Any, other: Path, expected: Any, tiny_qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An abort by another thread waits for the write that is under way, undoes it, and nothing is written after it."""
+    engine, tensors = as_engine(serving), stacked(tensors_of(other))
+    install, threads = Installer._install, list[threading.Thread]()
+
+    def amid(self: Installer, refit: Any, arrivals: Any) -> None:
+        if refit.touched and not threads:
+            threads.append(threading.Thread(target=engine.abort))
+            threads[0].start()
+            threads[0].join(0.2)
+            assert threads[0].is_alive(), "the refit has ended while a unit is being written"
+        install(self, refit, arrivals)
+
+    monkeypatch.setattr(Installer, "_install", amid)
+    engine.begin(manifest(serving, tensors, None))
+    try:
+        engine.load(tensors.items())
+    except RefitError as e:
+        assert "the refit was aborted" in str(e)
+    threads[0].join()
+    assert scores(serving) == expected[tiny_qwen3_moe][0]
+    assert engine.fingerprint() == expected[tiny_qwen3_moe][1]
+    with pytest.raises(RefitError, match="the refit was aborted; the previous weights keep serving"):
+        engine.commit()
 
 
 def test_versions_only_grow(serving: Any, other: Path, expected: Any) -> None:

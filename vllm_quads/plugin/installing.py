@@ -68,7 +68,8 @@ class Installer:
                         arrivals.own()
                 if arrivals.waiting == 0:
                     borrowed.pop(unit, None)
-                    self._install(refit, refit.arrivals.pop(unit))
+                    with refit.writing():
+                        self._install(refit, refit.arrivals.pop(unit))
                 elif not lasting:
                     borrowed[unit] = arrivals
             elif name in refit.plan.plain:
@@ -78,13 +79,16 @@ class Installer:
                 plain.append((name, tensor))
                 waiting += 0 if in_place and free else tensor.nbytes
                 if waiting >= _FLUSH_BYTES:
-                    self._load_plain(refit, plain)
+                    with refit.writing():
+                        self._load_plain(refit, plain)
                     plain, waiting = [], 0
-        self._load_plain(refit, plain)
+        with refit.writing():
+            self._load_plain(refit, plain)
         for arrivals in borrowed.values():
             with timer.phase("transfer"):
                 arrivals.own()
-        self._settle(refit)
+        with refit.writing():
+            self._settle(refit)
         timer.rest()
 
     # -- quantized -------------------------------------------------------------------------------------------------

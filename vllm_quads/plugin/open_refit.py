@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from vllm_quads.compensation import CompensationState
+from vllm_quads.nvfp4 import RefitError
 from vllm_quads.plugin.arrivals import Arrivals
 from vllm_quads.plugin.backends import Receipt
 from vllm_quads.plugin.flags import Flags
@@ -61,3 +64,13 @@ class OpenRefit:
     """Tensor that was received last."""
     kinds: set[str] = field(default_factory=set)
     """Forms in which quantized weights came."""
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held while something is written and while the refit ends: another thread may abort it."""
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Keeps the refit from ending meanwhile. Raises RefitError if it has ended."""
+        with self.lock:
+            if self.ended:
+                raise RefitError(self.ended)
+            yield

@@ -335,13 +335,14 @@ class RefitSession:
         if refit is None:
             return error
         broken = self.counters.broken
-        outcome = self._undone(refit)
-        self._tell("rolled_back" if self.counters.broken == broken else "broken", self._stage)
         text = str(error)
         if not isinstance(error, QuadsError):
             text = f"refit failed after {refit.last} ({type(error).__name__}: {error})"
-        message = f"{text}; {outcome}"
-        self._failed = refit.ended = f"the refit has failed before: {message}"
+        with refit.lock:  # not amid a write of the thread that receives
+            refit.ended = f"the refit has failed before: {text}"
+            message = f"{text}; {self._undone(refit)}"
+            self._failed = refit.ended = f"the refit has failed before: {message}"
+        self._tell("rolled_back" if self.counters.broken == broken else "broken", self._stage)
         if not isinstance(error, Exception):
             return error  # an interrupt stays an interrupt
         return RefitError(message)
