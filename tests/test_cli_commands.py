@@ -275,6 +275,12 @@ def test_gap_passes_its_options_and_keeps_stdout_clean(
     assert "W4A4" in quads("gap", bf16).stdout
 
 
+def test_gap_of_no_checkpoint(tmp_path: Path) -> None:
+    """A directory that is not there is named before anything is loaded."""
+    message = f"error: {tmp_path / 'no'}: is not a directory"
+    assert message in " ".join(quads("gap", tmp_path / "no", code=1).stderr.split())
+
+
 def test_progress_in_a_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a terminal progress is a line per tenth, and one more where a step begins 15 s after the last line."""
     from vllm_quads.cli.run import _PlainProgress

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from trainer_qat import mismatch
+from vllm_quads.checkpoint.reader import CheckpointReader
 from vllm_quads.compensation import CompensationState
 from vllm_quads.gap import arms as arm_list
 from vllm_quads.gap.arms import RolloutArm
@@ -62,9 +63,11 @@ class GapOptions:
 def run_gap(model: Path, options: GapOptions | None = None, progress: Progress | None = None) -> GapReport:
     """Run the experiment on a BF16 checkpoint directory.
 
-    Raises QuadsError if the checkpoint is already quantized (the trainer needs the master weights), or if there are
-    fewer prompts than asked for.
+    Raises CheckpointError if it is no complete checkpoint, QuadsError if it is already quantized (the trainer needs the
+    master weights), or if there are fewer prompts than asked for.
     """
+    with CheckpointReader(model):  # reads all headers
+        pass
     return _Experiment(Path(model), options or GapOptions(), progress or (lambda *_: None)).run()
 
 
