@@ -74,7 +74,11 @@ def result_of(directory: Path) -> Result:
         start["environment"],
         {"name": "qwen3-30b-a3b", "layers": start["layers"]},
         facts,
-        details={PUSHES[e["packed"], e["rollback"]]: e for e in own if e["event"] == "push" and e["verified"]},
+        details={
+            PUSHES[e["packed"], e["rollback"]]: e
+            for e in own
+            if e["event"] == "push" and e["verified"] and (e["packed"], e["rollback"]) in PUSHES
+        },
         missing=missing,
     )
 

@@ -13,8 +13,8 @@ from vllm_quads.nvfp4 import RefitError
 class Stillness:
     """The weights of a model at one moment, as far as the host can tell without looking at them.
 
-    Notices in-place operations (version counters) and optimizer steps, fused ones and those of sharded weights too.
-    Edits through `.data` are not noticed.
+    Notices in-place operations (version counters) and optimizer steps, fused ones and those of sharded weights too, of
+    this process: of several ranks the one that holds the engine looks. Edits through `.data` are not noticed.
     """
 
     def __init__(self, model: nn.Module) -> None:

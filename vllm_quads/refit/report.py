@@ -25,8 +25,9 @@ class RefitReport:
     seconds: Mapping[str, float]
     """Seconds per phase: `validate`, `transfer` (waiting for tensors, and moving them), `quantize`, `undo` (keeping the
     previous bytes), `install` (digests of what is written included), `derive` (operands recomputed from weights and
-    compensation state), `verify` (reading the digests); of the slowest rank. A trainer adds its own under
-    `trainer_...`."""
+    compensation state), `verify` (reading the digests); of the slowest rank. On a GPU `transfer` also holds time of the
+    host, while the device is at another phase. A trainer adds its own under `trainer_...`; `trainer_total` is the
+    whole push by the clock."""
     digests: Mapping[str, int] = field(default_factory=dict)
     """Digest of each unit (see `nvfp4.fingerprint`), over all ranks."""
     payload: str = "packed"
@@ -37,11 +38,13 @@ class RefitReport:
 
     @property
     def total_seconds(self) -> float:
-        """Sum of the engine's phases."""
-        return sum(s for phase, s in self.seconds.items() if not phase.startswith("trainer_"))
+        """Of the whole push by the trainer's clock, if it told; else the sum of the engine's phases."""
+        total = self.seconds.get("trainer_total")
+        return total or sum(s for phase, s in self.seconds.items() if not phase.startswith("trainer_"))
 
     def __str__(self) -> str:
-        phases = ", ".join(f"{phase} {s:.3g} s" for phase, s in self.seconds.items() if s >= 1e-3)
+        parts = ((p, s) for p, s in self.seconds.items() if s >= 1e-3 and p != "trainer_total")
+        phases = ", ".join(f"{phase} {s:.3g} s" for phase, s in parts)
         checked = "verified" if self.verified else "not compared with the trainer"
         return (
             f"policy version {self.policy_version}: {self.tensors} tensors, {self.bytes / 1e9:.3g} GB ({self.payload}) "
