@@ -292,3 +292,14 @@ def test_progress_in_a_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         clock[0] = seconds
         report(done, 100, f"step {done}")
     assert capsys.readouterr().err.splitlines() == ["gap: 0 % step 0", "gap: 2 % step 2", "gap: 20 % step 20"]
+
+
+@pytest.mark.parametrize("bench", ["moe", "quantize", "serve", "logprobs"])
+def test_benchmarks_ask_for_their_folder_first(bench: str, tmp_path: Path) -> None:
+    """A result that cannot be written is known before it is measured: usage error, and a JSON object with --json."""
+    (tmp_path / "file").touch()
+    arguments = [tmp_path, "--against", tmp_path / "file"] if bench == "logprobs" else []
+    result = quads("bench", bench, *arguments, "--out", tmp_path / "file" / "out", "--json", code=2)
+    assert json.loads(result.stdout)["error"]["message"] == (
+        f"--out: {tmp_path / 'file'} is not a directory that can be written to"
+    )

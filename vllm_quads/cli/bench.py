@@ -24,8 +24,16 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
+
 Out = Annotated[Path, typer.Option(metavar="DIR", help="Where NAME.json and NAME.png are written.")]
 _OUT = Path("quads-bench")
+
+
+def _check_writable(option: str, folder: Path) -> None:
+    """That a folder can be made and written to: asked before minutes of work, not after."""
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise typer.BadParameter(f"{option}: {there} is not a directory that can be written to")
 
 
 class Routing(str, Enum):
@@ -71,6 +79,7 @@ def moe(
     with reporting(as_json):
         from vllm_quads.bench.shapes import MoEShape, shape_named
 
+        _check_writable("--out", out)
         own = {"experts": experts, "top_k": top_k, "hidden": hidden, "intermediate": intermediate}
         shapes = [shape_named(name) for name in shape or ()]
         if any(v is not None for v in own.values()):
@@ -105,6 +114,7 @@ def quantize(
     Needs an H100 or H200; vLLM is not used.
     """
     with reporting(as_json):
+        _check_writable("--out", out)
         counts, ks = _integers("--rows", rows), _integers("--channels", channels)
         with stdout_to_stderr(), progress("quantize") as update:
             from vllm_quads.bench.quantize import run_quantize
@@ -165,6 +175,7 @@ def serve(
     A Qwen3-30B-A3B without a checkpoint; one process per engine. Needs an H100 or H200 (140 GB for BF16) and vLLM.
     """
     with reporting(as_json):
+        _check_writable("--out", out)
         with stdout_to_stderr(), progress("serve") as update:
             from vllm_quads.bench.serve import INTERRUPTED, ServeOptions, run_serve
 
@@ -223,7 +234,7 @@ def logprobs(
             raise typer.BadParameter("give either --record or --against")
         if record is not None and nudge:
             raise typer.BadParameter("--nudge compares: give it with --against")
-        (out if record is None else record.parent).mkdir(parents=True, exist_ok=True)  # before minutes of work
+        _check_writable("--out" if record is None else "--record", out if record is None else record.parent)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         with stdout_to_stderr(), progress("logprobs") as update:
