@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from plugin_helpers import scores
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from trainer_models import deepseek
 
 from trainer_qat import RolloutSync, export_checkpoint, prepare_qat
 from vllm_quads.nvfp4 import Contract
@@ -24,40 +24,19 @@ OPTIONS = {
 }
 
 
-def deepseek() -> DeepseekV3ForCausalLM:
-    """Two layers, with the one latent size that vLLM's CPU attention knows."""
-    torch.manual_seed(0)
-    config = DeepseekV3Config(
-        vocab_size=256,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=256,
-        initializer_range=0.1,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        q_lora_rank=32,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=64,
-        v_head_dim=64,
-    )
-    config.topk_method = "noaux_tc"
-    return DeepseekV3ForCausalLM(config).to(torch.bfloat16).eval()
+def served() -> Any:
+    """Two layers, with the one latent size that vLLM's CPU attention knows, and its name for the router's method."""
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+    model = deepseek(vocab_size=256, **latent)
+    model.config.topk_method = "noaux_tc"
+    return model
 
 
 def test_latent_attention_all_the_way(engine: Callable[..., Any], tmp_path: Path) -> None:
     """An engine that quantizes the BF16 checkpoint itself has the trainer's bytes (q_a and kv_a share a scale there);
     after pushes, packed and BF16, it gives what a fresh engine gives on the export, so what vLLM absorbs out of
     kv_b_proj has followed."""
-    model = deepseek()
+    model = served()
     model.save_pretrained(tmp_path / "base")
     llm = engine(tmp_path / "base", additional_config={"quads": OPTIONS})
     prepare_qat(model, Contract().merged(OPTIONS))

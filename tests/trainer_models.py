@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 from types import SimpleNamespace
 
 import pytest
@@ -68,26 +69,26 @@ def mixtral() -> PreTrainedModel:
     return MixtralForCausalLM(MixtralConfig(**SHAPE, **sizes, tie_word_embeddings=True)).to(torch.bfloat16).eval()
 
 
-def deepseek() -> PreTrainedModel:
-    """DeepSeek-V3 with a dense first layer, shared experts and a score-correction buffer."""
+def deepseek(**other: Any) -> PreTrainedModel:
+    """DeepSeek-V3 with a dense first layer, shared experts and a score-correction buffer; `other` sizes on request."""
     torch.manual_seed(0)
-    config = DeepseekV3Config(
-        **{**SHAPE, "num_key_value_heads": 4},
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_rope_head_dim=16,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-    )
-    return DeepseekV3ForCausalLM(config).to(torch.bfloat16).eval()
+    sizes = SHAPE | {
+        "num_key_value_heads": 4,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    }
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes | other)).to(torch.bfloat16).eval()
 
 
 def gpt_oss() -> PreTrainedModel:
