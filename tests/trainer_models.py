@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
