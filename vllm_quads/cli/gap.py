@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -65,6 +66,6 @@ def gap(
             return
         from rich.console import Console
 
-        Console().print(report.table())
+        Console(width=None if sys.stdout.isatty() else 120).print(report.table())
         for file in files:
             typer.echo(f"written: {file}")
