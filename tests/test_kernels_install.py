@@ -86,7 +86,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if request.param == "emulated":
         library = request.getfixturevalue("emulated")
         for module in (install, layout):
-            monkeypatch.setattr(module, "_on_hopper", lambda t: True)
+            monkeypatch.setattr(module, "on_hopper", lambda t: True)
         monkeypatch.setattr(_native, "library", lambda: library)
         monkeypatch.setattr(_native, "stream", lambda: None)
         monkeypatch.setattr(_native, "on_device", lambda d: contextlib.nullcontext())

@@ -235,8 +235,8 @@ def stream() -> int:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a device the current one, where it is not."""
-    if device.index == torch.cuda.current_device():
+    """Makes a GPU the current one, where it is not: launches go there."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
         return contextlib.nullcontext()
     return torch.cuda.device(device)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vllm_quads.kernels import _native
 from vllm_quads.kernels import weights as w
-from vllm_quads.kernels.layout import _on_hopper, arrange_into, arranged_shape
+from vllm_quads.kernels.layout import arrange_into, arranged_shape, on_hopper
 from vllm_quads.kernels.weights import QuantizedStack
 from vllm_quads.nvfp4.errors import FormatError
 from vllm_quads.nvfp4.formats import BLOCK_SIZE
@@ -33,8 +33,8 @@ BAD_AMAX = 4
 """Status bit: an amax is not finite, so the weights hold NaN or Inf."""
 
 
-class _Place(NamedTuple):
-    """Where a shard lies in the whole matrices, and if its global scale is counted."""
+class ShardPlace(NamedTuple):
+    """Where a shard begins in its whole matrices, and whether it counts the global scale in digests."""
 
     row_offset: int
     k_offset: int
@@ -62,8 +62,8 @@ def install_packed(
     """
     lead, form = _packed_form(*map(_layout, packed), _layout(out), gate_up)
     _check_sinks(lead, out.device, decode, digests, status)
-    place = _Place(row_offset, k_offset, count_global)
-    if form is not None and packed.codes.data_ptr() % 8 == 0 and _on_hopper(out):
+    place = ShardPlace(row_offset, k_offset, count_global)
+    if form is not None and packed.codes.data_ptr() % 8 == 0 and on_hopper(out):
         _native.install(form, *packed, out, decode=decode, digests=digests, status=status, **place._asdict())
         return
     codes, scales = packed.codes.flatten(1, 2).contiguous(), packed.block_scales.view(torch.uint8)
@@ -112,12 +112,12 @@ def install_quantized(
     amax: float32 [E] or [E, P] that the global scales are taken from. status: `BAD_AMAX` as well. Everything else is as
     for `install_packed`.
     """
-    w._check_weight(weight)
+    w.check_weight(weight)
     amax = amax[:, None].expand(weight.shape[:2]) if amax.shape == weight.shape[:1] else amax
     lead, form = _quantized_form(_layout(weight), _layout(amax), _layout(out), gate_up)
     _check_sinks(lead, out.device, decode, digests, status)
-    place = _Place(row_offset, k_offset, count_global)
-    if form is not None and weight.data_ptr() % 16 == 0 and _on_hopper(out):
+    place = ShardPlace(row_offset, k_offset, count_global)
+    if form is not None and weight.data_ptr() % 16 == 0 and on_hopper(out):
         _native.install(form, weight, None, amax, out, decode=decode, digests=digests, status=status, **place._asdict())
         return
     packed = w.quantize_stack(weight.contiguous(), amax.contiguous())

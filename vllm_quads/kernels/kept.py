@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_quads.kernels import weights as w
+from vllm_quads.kernels._native import on_device
 from vllm_quads.kernels.weights import QuantizedStack
 
 _CLASSES = 16
@@ -86,7 +87,7 @@ class KeptQuantization:
         operands = [w._Operand.of(s) for s in sources]
         for salt, operand in enumerate(operands):
             self._checksum(operand, salt, self._fresh, None, first, last)
-        with w._on(self._state.device):
+        with on_device(self._state.device):
             self._triton.compare_kernel[(1,)](
                 self._sums, self._fresh, self._stale, self._amax, self._amax.numel(), first, last, num_warps=1
             )

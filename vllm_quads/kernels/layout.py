@@ -191,7 +191,7 @@ def arrange_into(codes: Tensor, scales: Tensor, out: Tensor, *, gate_up: bool) -
     """
     _check_arranged(codes, scales, out, gate_up)
     experts, rows, half_k = codes.shape
-    if _on_hopper(codes):
+    if on_hopper(codes):
         parts = (experts, 2 if gate_up else 1, -1)
         source, steps = codes.view(*parts, half_k), scales.view(*parts, scales.shape[-1])
         form = _native.install_form((source.shape, source.stride()), (steps.shape, steps.stride()), None, 1, gate_up)
@@ -228,7 +228,7 @@ def unarrange(
     _check_arranged(codes, scales, prepared, gate_up)
     if codes.shape[1:] != (rows, k // 2):
         raise FormatError(f"codes: have shape {tuple(codes.shape)}, expected {(experts, rows, k // 2)}")
-    if _on_hopper(prepared):
+    if on_hopper(prepared):
         _native.unarrange(codes, scales, prepared, k, gate_up)
         return codes, scales
     order = row_order(rows, gate_up=gate_up)
@@ -267,7 +267,8 @@ def _check_arranged(codes: Tensor, scales: Tensor, out: Tensor, gate_up: bool) -
             )
 
 
-def _on_hopper(x: Tensor) -> bool:
+def on_hopper(x: Tensor) -> bool:
+    """True if the kernels of csrc/ run where the tensor is."""
     return x.is_cuda and _is_hopper(x.device)
 
 

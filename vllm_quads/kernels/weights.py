@@ -8,17 +8,15 @@ their addresses, and allocate what they are not given.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vllm_quads.kernels._native import DTYPES
+from vllm_quads.kernels._native import DTYPES, on_device
 from vllm_quads.nvfp4.errors import FormatError
 from vllm_quads.nvfp4.fingerprint import CODES_PER_WORD, packed_digest
 from vllm_quads.nvfp4.formats import BLOCK_SIZE, E2M1_MAX, check_k, pack_codes
@@ -92,7 +90,7 @@ def weight_amax(weights: Tensor | Sequence[Tensor], *, out: Tensor | None = None
     weights = [weights] if isinstance(weights, Tensor) else list(weights)
     lead = weights[0].shape[:-2]
     for w in weights:
-        _check_weight(w)
+        check_weight(w)
         if w.shape[:-2] != lead:
             raise FormatError(f"weights that share a scale have shapes {tuple(w.shape)} and {tuple(weights[0].shape)}")
     if out is None:
@@ -110,7 +108,7 @@ def weight_amax(weights: Tensor | Sequence[Tensor], *, out: Tensor | None = None
 
 def raise_amax(weight: Tensor, out: Tensor) -> Tensor:
     """Raise out, float32 [...], to `weight_amax` of weights [..., N, K] where that is larger or NaN; returns out."""
-    _check_weight(weight)
+    check_weight(weight)
     _check_out(out, weight.shape[:-2], torch.float32, "amax")
     triton = _triton(weight)
     if triton is None:
@@ -137,7 +135,7 @@ def quantize_stack(weight: Tensor, amax: Tensor, *, out: QuantizedStack | None =
 
     Outputs may be views with any strides but along K (a half of w13, a shard). Same bytes as `PackedTensor.quantize`.
     """
-    _check_weight(weight)
+    check_weight(weight)
     _check_amax(amax, weight)
     if out is None:
         out = _empty_packed(weight)
@@ -160,7 +158,7 @@ def fake_quantize_stack(
 
     packed: if given, the codes and scales are written as well, in the same pass.
     """
-    _check_weight(weight)
+    check_weight(weight)
     _check_amax(amax, weight)
     if out is None:
         out = torch.empty_like(weight, memory_format=torch.contiguous_format)
@@ -208,7 +206,7 @@ def dequantize_stack(
 
 def clamp_gradient(grad: Tensor, weight: Tensor, amax: Tensor) -> Tensor:
     """grad [..., N, K] times 1 where the quantizer does not saturate, |W| <= 6 * block scale * decode scale, else 0."""
-    _check_weight(weight)
+    check_weight(weight)
     _check_amax(amax, weight)
     triton = _triton(weight)
     if triton is None or grad.dtype != weight.dtype:
@@ -262,7 +260,7 @@ def digest_stack(
     groups = max(1, min(-(-rows // tile_rows), wanted))
     programs = across * groups
     out.zero_()
-    with _on(codes.device):
+    with on_device(codes.device):
         triton.digest_kernel[(programs, matrices)](
             *(words, scales.view(torch.uint8), packed.decode_scale.contiguous(), out, rows, half_k // 4),
             *(words.stride(0), words.stride(1), scales.stride(0), scales.stride(1)),
@@ -381,7 +379,7 @@ def _dequantize(
 
     assert target.scales is not None
     threads = 32 * _WARPS
-    with _on(codes.device):
+    with on_device(codes.device):
         dequantize_stack_kernel[(-(-words // (4 * threads)), matrices)](
             *(codes.view(torch.int32), target.scales, decode_scale, target.values, words),
             DTYPE=DTYPES[dtype],
@@ -397,7 +395,7 @@ def _launch(kernel: Any, geometry: _Geometry, matrices: int, *args: Any, **optio
     per_sm = _GUARDED_PROGRAMS_PER_SM if options.get("GUARDED") else _PROGRAMS_PER_SM
     wanted = max(1, min(tiles, -(-_programs(device, per_sm) // matrices)))
     programs = -(-tiles // -(-tiles // wanted))  # all of them with the same number of tiles, or one less
-    with _on(device):
+    with on_device(device):
         # Without fusion every operation is rounded once, as in the reference.
         kernel[(programs, matrices)](*args, **options, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False)
 
@@ -408,13 +406,6 @@ def _programs(device: torch.device, per_sm: int) -> int:
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count * per_sm
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device."""
-    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
 
 
 def _triton(tensor: Tensor) -> ModuleType | None:
@@ -456,7 +447,8 @@ def _reference_amax(weight: Tensor) -> Tensor:
     return weight.detach().abs().amax(dim=(-2, -1)).to(torch.bfloat16).to(torch.float32)
 
 
-def _check_weight(weight: Tensor) -> None:
+def check_weight(weight: Tensor) -> None:
+    """Raise FormatError for what the functions above do not take."""
     if weight.dtype not in DTYPES or weight.dim() < 2:
         raise FormatError(
             f"weight is {weight.dtype} {tuple(weight.shape)}, expected bfloat16, float16 or float32 [..., N, K]"

@@ -7,7 +7,7 @@ Which one runs where: `backend_choice`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from vllm_quads.compensation import (
     prepare_experts,
     prepare_matrix,
 )
+from vllm_quads.kernels.install import ShardPlace
 from vllm_quads.kernels.weights import QuantizedStack
 from vllm_quads.nvfp4 import Contract, PackedTensor
 
@@ -93,14 +94,6 @@ class Receipt:
     """int32 [1]: bits of `kernels.install` that say what damage was found."""
     decode: Tensor
     """float32 of one element a matrix: decode scales."""
-
-
-class ShardPlace(NamedTuple):
-    """Where shards begin in their whole matrices, and whether they count the global scale in digests."""
-
-    row_offset: int
-    k_offset: int
-    count_global: bool
 
 
 class ExpertsBackend(Protocol):

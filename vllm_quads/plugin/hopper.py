@@ -19,7 +19,7 @@ from torch import Tensor
 from vllm_quads.compensation import SiteState
 from vllm_quads.compensation.experts import prepare_experts
 from vllm_quads.kernels import MoECompensation, PreparedMoE, prepare_moe_weights, quads_moe
-from vllm_quads.kernels.install import install_packed, install_quantized
+from vllm_quads.kernels.install import ShardPlace, install_packed, install_quantized
 from vllm_quads.kernels.layout import by_chunk, unarrange
 from vllm_quads.kernels.linear import LinearCompensation, PreparedLinear, prepare_linear, quads_linear
 from vllm_quads.kernels.statistics import Gathering
@@ -30,7 +30,6 @@ from vllm_quads.plugin.backends import (
     LinearRequest,
     Packed,
     Receipt,
-    ShardPlace,
     TorchLinear,
     channel_scales,
     reference_experts,

@@ -15,10 +15,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from vllm_quads.kernels.install import stack_amax
+from vllm_quads.kernels.install import ShardPlace, stack_amax
 from vllm_quads.kernels.weights import QuantizedStack, digest_stack, quantize_stack, weight_amax
 from vllm_quads.nvfp4 import BLOCK_SIZE, unit_of
-from vllm_quads.plugin.backends import Receipt, ShardPlace, WeightHolder
+from vllm_quads.plugin.backends import Receipt, WeightHolder
 from vllm_quads.plugin.flags import Flags
 from vllm_quads.plugin.loading import Matrix, Role
 from vllm_quads.plugin.runtime import ExpertsRuntime, LayerRuntime
