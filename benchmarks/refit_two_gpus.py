@@ -109,7 +109,7 @@ def serve(directory: Path, logs: Path, name: str, devices: str, options: list[st
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory),
         "--quantization", "quads",
         "--load-format", "dummy", "--max-model-len", "1024", "--max-num-seqs", "16",
-        "--gpu-memory-utilization", "0.25", "--max-num-batched-tokens", "1024",
+        "--gpu-memory-utilization", "0.25", "--kv-cache-memory-bytes", str(1 << 30), "--max-num-batched-tokens", "1024",
         "--num-gpu-blocks-override", "256", "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m",
         "--enforce-eager", *options,
     ]  # fmt: skip

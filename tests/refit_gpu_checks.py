@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from serving_helpers import Background, complete, get, manifest, serving, train, trainer, with_tokenizer
+from serving_helpers import ON_GPU, Background, complete, get, manifest, serving, train, trainer, with_tokenizer
 
 from trainer_qat import RolloutSync, export_checkpoint
 from vllm_quads.nvfp4 import RefitError
@@ -66,9 +66,8 @@ def colocated(path: Path) -> dict[str, Any]:
     start = time.perf_counter()
     say("trainer ready")
     engine = Background(
-        source, enforce_eager=False, enable_sleep_mode=True, gpu_memory_utilization=0.3,
-        max_num_batched_tokens=256, **graphs
-    )  # fmt: skip
+        source, enforce_eager=False, enable_sleep_mode=True, max_num_batched_tokens=256, **ON_GPU, **graphs
+    )
     facts["start"] = time.perf_counter() - start
     say("engine ready")
     try:
@@ -137,7 +136,8 @@ def served(path: Path) -> dict[str, Any]:
     source = checkpoint(path)
     model = trainer(source, device="cuda")
     first = {n: t.clone() for n, t in model.state_dict().items()}
-    options = ("--gpu-memory-utilization", "0.3", "--enforce-eager", "--enable-sleep-mode")
+    memory = [text for name, value in ON_GPU.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    options = (*memory, "--enforce-eager", "--enable-sleep-mode")
     with serving(source, path / "log", *options, VLLM_SERVER_DEV_MODE="1") as url:
         facts |= _pushes(url, model, "ipc", path)
         engine = HttpEngine(url, "ipc")

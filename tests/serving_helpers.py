@@ -24,6 +24,10 @@ from typing import Any
 import torch
 from torch import nn
 
+# Without a size of its own vLLM profiles the memory of the card, which fails if another process allocates meanwhile. With
+# one, the share of the card is only what has to be free at the start.
+ON_GPU: dict[str, Any] = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
+
 
 def trainer(path: Path, options: dict[str, Any] | None = None, device: str = "cpu") -> nn.Module:
     """The checkpoint as a model under fake quantization; options: of the contract."""

@@ -11,6 +11,7 @@ import conftest
 import pytest
 import torch
 from plugin_helpers import PROMPTS
+from serving_helpers import ON_GPU
 
 pytest.importorskip("vllm")
 
@@ -54,7 +55,7 @@ def test_dense_linears_are_captured(
 ) -> None:
     """q, k, v and o in NVFP4 give the reference's log-probs on the kernels, and the same under torch.compile and CUDA
     graphs."""
-    config = {"additional_config": {"quads": {"targets": TARGETS, **options}}, "gpu_memory_utilization": 0.2}
+    config = {"additional_config": {"quads": {"targets": TARGETS, **options}}, **ON_GPU}
     captured = {"enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}}
     with monkeypatch.context() as patch:
         patch.setattr(runtime, "make_linear_backend", lambda device: TorchLinear())

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import start_engine, stop_engine
 from plugin_helpers import decoded, scores
+from serving_helpers import ON_GPU
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -28,7 +29,7 @@ pytestmark = [
 GRAPHS: dict[str, Any] = {
     "enforce_eager": False,
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8]},
-    "gpu_memory_utilization": 0.3,
+    **ON_GPU,
 }
 
 

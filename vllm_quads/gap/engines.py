@@ -15,6 +15,9 @@ from vllm_quads.nvfp4 import Contract, QuadsError
 from vllm_quads.plugin.engine import adapt
 
 MAX_MODEL_LEN = 1024
+SHARED_CARD = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 4 << 30}
+"""Both engines and the trainer share a card: each engine takes its weights and a cache of this size, 32 sequences of
+full length for Mixtral. The share of the card is then only what has to be free at its start."""
 
 
 class RolloutBench:
@@ -24,7 +27,7 @@ class RolloutBench:
         self._model = str(model)
         self._options = {"enforce_eager": True, "max_model_len": MAX_MODEL_LEN, "dtype": "bfloat16", **options}
         if torch.cuda.is_available():
-            self._options["gpu_memory_utilization"] = 0.4  # both engines share the card
+            self._options |= SHARED_CARD
         self.llm = self._start(quantization="quads", additional_config={"quads": _options(contract)})
         engine = adapt(self.llm)
         assert engine is not None
