@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-# Without a size of its own vLLM profiles the memory of the card, which fails if another process allocates meanwhile. With
-# one, the share of the card is only what has to be free at the start.
+# Without a size of its own vLLM profiles the memory of the card, which fails if another process allocates meanwhile.
+# With one, the share of the card is only what has to be free at the start.
 ON_GPU: dict[str, Any] = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
 
 
