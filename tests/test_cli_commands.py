@@ -264,15 +264,28 @@ def test_gap_passes_its_options_and_keeps_stdout_clean(
             for trainer in ("BF16", "QAT")
             for rollout, kl in (("BF16", 0.001), ("W4A4", 0.1))
         )
-        return GapReport(model.name, rows, 7, {}, {}, {})
+        return GapReport(model.name, rows, 7, {}, {}, {}, {"trainer": "cpu", "rollout": "cuda (X)"})
 
     monkeypatch.setattr(gap, "run_gap", fake)
     options = ["--arms", "quick", "--max-tokens", 5, "--seed", 3, "--target", "*.x", "--out", tmp_path / "out"]
+    options += ["--trainer-device", "cpu"]
     report = json.loads(quads("gap", bf16, *options, "--json").stdout)
     assert report["rows"][3]["removed"] == 0.0
     assert (seen[0].arms, seen[0].max_tokens, seen[0].seed, seen[0].targets) == ("quick", 5, 3, ("*.x",))
+    assert seen[0].trainer_device == "cpu"
+    assert report["devices"] == {"trainer": "cpu", "rollout": "cuda (X)"}
     assert (tmp_path / "out" / "gap.png").exists()
-    assert "W4A4" in quads("gap", bf16).stdout
+    table = quads("gap", bf16).stdout
+    assert "W4A4" in table
+    assert "trainer on cpu, rollout on cuda (X)" in " ".join(table.split())
+    assert seen[1].trainer_device == "auto"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gap_without_the_gpu_that_was_asked_for(bf16: Path) -> None:
+    """--trainer-device cuda without a GPU ends before any engine starts, with the exit code for what is missing."""
+    result = quads("gap", bf16, "--trainer-device", "cuda", "--json", code=3)
+    assert "finds no GPU" in json.loads(result.stdout)["error"]["message"]
 
 
 def test_gap_of_no_checkpoint(tmp_path: Path) -> None:
@@ -294,12 +307,19 @@ def test_progress_in_a_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert capsys.readouterr().err.splitlines() == ["gap: 0 % step 0", "gap: 2 % step 2", "gap: 20 % step 20"]
 
 
-@pytest.mark.parametrize("bench", ["moe", "quantize", "serve", "logprobs"])
-def test_benchmarks_ask_for_their_folder_first(bench: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["moe", "quantize", "serve", "logprobs", "gap"])
+def test_measurements_ask_for_their_folder_first(command: str, tmp_path: Path) -> None:
     """A result that cannot be written is known before it is measured: usage error, and a JSON object with --json."""
     (tmp_path / "file").touch()
-    arguments = [tmp_path, "--against", tmp_path / "file"] if bench == "logprobs" else []
-    result = quads("bench", bench, *arguments, "--out", tmp_path / "file" / "out", "--json", code=2)
+    arguments = {"logprobs": [tmp_path, "--against", tmp_path / "file"], "gap": [tmp_path]}.get(command, [])
+    result = quads(
+        *(["gap"] if command == "gap" else ["bench", command]),
+        *arguments,
+        "--out",
+        tmp_path / "file" / "out",
+        "--json",
+        code=2,
+    )
     assert json.loads(result.stdout)["error"]["message"] == (
         f"--out: {tmp_path / 'file'} is not a directory that can be written to"
     )

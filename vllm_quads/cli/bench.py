@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vllm_quads.cli.run import EXIT_CODES, Json, print_json, progress, reporting, stdout_to_stderr
+from vllm_quads.cli.run import EXIT_CODES, Json, check_writable, print_json, progress, reporting, stdout_to_stderr
 from vllm_quads.cli.run import INTERRUPTED as EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
@@ -27,13 +27,6 @@ app = typer.Typer(
 
 Out = Annotated[Path, typer.Option(metavar="DIR", help="Where NAME.json and NAME.png are written.")]
 _OUT = Path("quads-bench")
-
-
-def _check_writable(option: str, folder: Path) -> None:
-    """That a folder can be made and written to: asked before minutes of work, not after."""
-    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise typer.BadParameter(f"{option}: {there} is not a directory that can be written to")
 
 
 class Routing(str, Enum):
@@ -79,7 +72,7 @@ def moe(
     with reporting(as_json):
         from vllm_quads.bench.shapes import MoEShape, shape_named
 
-        _check_writable("--out", out)
+        check_writable("--out", out)
         own = {"experts": experts, "top_k": top_k, "hidden": hidden, "intermediate": intermediate}
         shapes = [shape_named(name) for name in shape or ()]
         if any(v is not None for v in own.values()):
@@ -114,7 +107,7 @@ def quantize(
     Needs an H100 or H200; vLLM is not used.
     """
     with reporting(as_json):
-        _check_writable("--out", out)
+        check_writable("--out", out)
         counts, ks = _integers("--rows", rows), _integers("--channels", channels)
         with stdout_to_stderr(), progress("quantize") as update:
             from vllm_quads.bench.quantize import run_quantize
@@ -175,7 +168,9 @@ def serve(
     A Qwen3-30B-A3B without a checkpoint; one process per engine. Needs an H100 or H200 (140 GB for BF16) and vLLM.
     """
     with reporting(as_json):
-        _check_writable("--out", out)
+        check_writable("--out", out)
+        if logs is not None:
+            check_writable("--logs", logs)
         with stdout_to_stderr(), progress("serve") as update:
             from vllm_quads.bench.serve import INTERRUPTED, ServeOptions, run_serve
 
@@ -234,7 +229,7 @@ def logprobs(
             raise typer.BadParameter("give either --record or --against")
         if record is not None and nudge:
             raise typer.BadParameter("--nudge compares: give it with --against")
-        _check_writable("--out" if record is None else "--record", out if record is None else record.parent)
+        check_writable("--out" if record is None else "--record", out if record is None else record.parent)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         with stdout_to_stderr(), progress("logprobs") as update:

@@ -11,7 +11,15 @@ from typing import Annotated
 
 import typer
 
-from vllm_quads.cli.run import Json, print_json, progress, reporting, stdout_to_stderr
+from vllm_quads.cli.run import Json, check_writable, print_json, progress, reporting, stdout_to_stderr
+
+
+class TrainerDevice(str, Enum):
+    """Where the trainer's side runs."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 class Arms(str, Enum):
@@ -35,6 +43,13 @@ def gap(
         list[str] | None,
         typer.Option(metavar="GLOB", help="Glob of quantized weights, repeatable; default: the routed experts."),
     ] = None,
+    trainer_device: Annotated[
+        TrainerDevice,
+        typer.Option(
+            help="Where the trainer's side runs; the result names it. auto: on the GPU, if there is one with room "
+            "beside the engine. BF16 is rounded differently on each, so compare results of the same devices."
+        ),
+    ] = TrainerDevice.AUTO,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Also write gap.json and gap.png there.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -44,7 +59,7 @@ def gap(
     """
     with reporting(as_json):
         if out is not None:
-            out.mkdir(parents=True, exist_ok=True)  # before minutes of work
+            check_writable("--out", out)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         with stdout_to_stderr(), progress("gap") as update:
@@ -58,6 +73,7 @@ def gap(
                 max_tokens=max_tokens,
                 seed=seed,
                 targets=tuple(target) if target else None,
+                trainer_device=trainer_device.value,
             )
             report = run_gap(model, options, update)
             files = [str(p) for p in report.save(out)] if out is not None else []

@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
@@ -70,6 +71,13 @@ def _show_warning(
 ) -> None:
     if issubclass(category, UserWarning) and "vllm_quads" in filename:
         typer.echo(f"warning: {message}", err=True)
+
+
+def check_writable(option: str, folder: Path) -> None:
+    """That a folder can be made and written to: asked before minutes of work, not after."""
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise typer.BadParameter(f"{option}: {there} is not a directory that can be written to")
 
 
 def print_json(data: dict[str, Any]) -> None:

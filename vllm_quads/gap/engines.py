@@ -34,6 +34,13 @@ class RolloutBench:
         self.engine = engine
         self._bf16: Any = None
 
+    @property
+    def device(self) -> str:
+        """`cpu` or `cuda`."""
+        from vllm.platforms import current_platform
+
+        return str(current_platform.device_type)
+
     @contextmanager
     def statistics(self) -> Iterator[None]:
         """Gather error statistics inside of the block."""

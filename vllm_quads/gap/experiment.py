@@ -31,6 +31,7 @@ from vllm_quads.gap import arms as arm_list
 from vllm_quads.gap.arms import RolloutArm
 from vllm_quads.gap.capture import engine_options, force_decode, sample
 from vllm_quads.gap.report import GapReport, GapRow
+from vllm_quads.gap.trainer import choose_device, device_name, require_device, scores_and_sensitivities
 from vllm_quads.nvfp4 import Contract, QuadsError
 
 Progress = Callable[[int, int, str], None]
@@ -51,8 +52,11 @@ class GapOptions:
     seed: int = 0
     targets: tuple[str, ...] | None = None
     """Globs of the quantized weights; None means the routed experts."""
+    trainer_device: str = "auto"
+    """`cpu`, `cuda`, or `auto`: a GPU if one is there and has room for the trainer beside the engine."""
 
     def __post_init__(self) -> None:
+        require_device(self.trainer_device)
         if self.arms not in ("full", "quick"):
             raise QuadsError(f"arms: is {self.arms!r}, expected 'full' or 'quick'")
         for name in ("calibration_prompts", "evaluation_prompts", "max_tokens"):
@@ -64,7 +68,7 @@ def run_gap(model: Path, options: GapOptions | None = None, progress: Progress |
     """Run the experiment on a BF16 checkpoint directory.
 
     Raises CheckpointError if it is no complete checkpoint, QuadsError if it is already quantized (the trainer needs the
-    master weights), or if there are fewer prompts than asked for.
+    master weights), if there are fewer prompts than asked for, or if the trainer's device is not there or too small.
     """
     with CheckpointReader(model):  # reads all headers
         pass
@@ -82,6 +86,7 @@ class _Experiment:
         self.model, self.options, self.progress = model, options, progress
         self.arms = arm_list.FULL if options.arms == "full" else arm_list.QUICK
         self.seconds: dict[str, float] = {}
+        self.devices: dict[str, str] = {}
         self.done, self.total = 0, 5 + len(self.arms)
 
     def run(self) -> GapReport:
@@ -92,6 +97,7 @@ class _Experiment:
         evaluation_prompts = prompts[self.options.calibration_prompts :]
         with self._phase("starting the W4A4 engine"):
             bench = RolloutBench(self.model, self._contract(arm_list.W4A4.contract), engine_options())
+            self.devices["rollout"] = device_name(bench.device)
         with self._phase("sampling with naive W4A4"), bench.statistics():
             calibration = sample(
                 bench.llm, calibration_prompts, max_tokens=self.options.max_tokens, seed=self.options.seed
@@ -117,6 +123,7 @@ class _Experiment:
             settings={k: str(v) if isinstance(v, Path) else v for k, v in asdict(self.options).items()},
             versions=_versions(),
             seconds=self.seconds,
+            devices=self.devices,
         )
 
     def _measure(
@@ -145,18 +152,12 @@ class _Experiment:
         prompts: Sequence[Sequence[int]],
         tokens: Sequence[Sequence[int]],
     ) -> tuple[dict[str, list[Tensor]], dict[str, float]]:
-        from transformers import AutoModelForCausalLM
-
-        from trainer_qat import prepare_qat
-        from trainer_qat.scoring import score
-        from trainer_qat.sensitivity import sensitivities
-
-        contract = self._contract(Contract())
-        hf = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.bfloat16).eval()
-        scores = {"BF16": score(hf, prompts, tokens)}
-        prepare_qat(hf, contract)
-        scores["QAT"] = score(hf, prompts, tokens)
-        return scores, sensitivities(hf, calibration_prompts, calibration_tokens)
+        pairs = [*zip(prompts, tokens, strict=True), *zip(calibration_prompts, calibration_tokens, strict=True)]
+        longest = max(len(p) + len(t) for p, t in pairs)
+        device = choose_device(self.options.trainer_device, self.model, longest, sum(map(len, tokens)))
+        self.devices["trainer"] = device_name(device)
+        calibration, evaluation = (calibration_prompts, calibration_tokens), (prompts, tokens)
+        return scores_and_sensitivities(self.model, self._contract(Contract()), device, calibration, evaluation)
 
     def _contract(self, contract: Contract | None) -> Contract:
         assert contract is not None

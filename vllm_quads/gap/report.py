@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ class GapReport:
     settings: dict[str, Any]
     versions: dict[str, str]
     seconds: dict[str, float]
+    devices: dict[str, str] = field(default_factory=dict)
+    """What `trainer` and `rollout` ran on: BF16 is rounded differently on a CPU and on a GPU."""
 
     def row(self, trainer: str, rollout: str) -> GapRow:
         """The row of one pair."""
@@ -63,7 +65,8 @@ class GapReport:
 
     def table(self) -> Table:
         """Table for a terminal."""
-        table = Table(title=f"Trainer x rollout gap on {self.model} ({self.tokens} tokens per pair)")
+        where = "".join(f", {side} on {device}" for side, device in self.devices.items())
+        table = Table(title=f"Trainer x rollout gap on {self.model} ({self.tokens} tokens per pair{where})")
         for name in ("trainer", "rollout"):
             table.add_column(name)
         for name in ("KL / token", "removed", "mean |gap|", "p99", "max", "k3", "ESS"):
