@@ -33,6 +33,7 @@ from vllm_quads.bench.nudge import nudge, nudged
 from vllm_quads.bench.plot import plot
 from vllm_quads.bench.random_weights import random_checkpoint
 from vllm_quads.bench.result import ratios
+from vllm_quads.bench.stored import files_of, load_results
 from vllm_quads.bench.tables import markdown, rac_cost, speedups
 from vllm_quads.cli.app import app
 from vllm_quads.nvfp4 import PackedTensor, QuadsError
@@ -265,6 +266,50 @@ def test_stored_results_can_be_shown_and_drawn(make: Any, tmp_path: Path) -> Non
     assert (tmp_path / "plots" / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_folder_is_shown_but_for_what_is_no_result(tmp_path: Path) -> None:
+    """`quads bench show FOLDER` shows every result; each other JSON file is named with what it is, in JSON output too.
+    Without any result that is an error."""
+    moe_result().save(tmp_path / "moe.json")
+    (tmp_path / "gap.json").write_text('{"model": "m", "rows": [], "tokens": 1}')
+    (tmp_path / "refit-quads.jsonl").write_text('{"event": "start", "layers": 2}\n{"event": "done"}\n')
+    (tmp_path / "trl.jsonl").write_text('{"what": "a run of TRL"}\n')
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "moe.png").write_bytes(b"\x89PNG")
+    others = {
+        "gap.json": "`quads gap`",
+        "refit-quads.jsonl": "2 events of a run of benchmarks/refit.py",
+        "trl.jsonl": "a run of TRL",
+        "list.json": "a JSON list",
+        "config.json": "the keys model_type",
+    }
+    done = RUNNER.invoke(app, ["bench", "show", str(tmp_path)])
+    assert done.exit_code == 0, done.stderr
+    assert markdown(moe_result()).splitlines()[2] in done.stdout
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(others)
+    for name, kind in others.items():
+        assert [kind in line for line in lines if name in line] == [True], name
+    answer = json.loads(RUNNER.invoke(app, ["bench", "show", str(tmp_path), "--json"]).stdout)
+    assert len(answer["results"]) == 1
+    assert {Path(file).name for file in answer["not_shown"]} == set(others)
+    (tmp_path / "moe.json").unlink()
+    done = RUNNER.invoke(app, ["bench", "show", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "no result" in done.stderr
+    assert all(kind in done.stderr for kind in others.values())
+
+
+@pytest.mark.parametrize(("name", "content"), [("r.json", b"{"), ("r.jsonl", b"{\n"), ("r.png", b"\x89PNG")])
+def test_what_is_no_json_is_named(name: str, content: bytes, tmp_path: Path) -> None:
+    """`quads bench show` of a broken file names it and says that it is not JSON."""
+    (tmp_path / name).write_bytes(content)
+    done = RUNNER.invoke(app, ["bench", "show", str(tmp_path / name)])
+    assert done.exit_code == 1
+    assert f"{tmp_path / name}: " in done.stderr
+    assert "not JSON" in done.stderr
+
+
 def test_a_plot_needs_no_baseline(tmp_path: Path) -> None:
     """Without peers there is nothing to divide by; the plot is drawn all the same."""
     result = moe_result()
@@ -279,10 +324,10 @@ def test_results_in_the_repository_can_be_read() -> None:
     None names a commit that its files differed from.
     """
     folder = Path(__file__).parents[1] / "benchmarks" / "results"
-    others = ("gap-", "refit-two-gpus")  # `quads gap` and benchmarks/refit_two_gpus.py have forms of their own
-    stored = [p for p in folder.glob("*.json") if not any(o in p.name for o in others)]
-    for path in stored:
-        result = Result.load(path)
+    stored, others = load_results(files_of([folder]))
+    forms = ("gap-", "refit-two-gpus", ".jsonl")  # `quads gap`, benchmarks/refit_two_gpus.py, and logs
+    assert not [p for p in others if not any(form in p.name for form in forms)]
+    for path, result in stored.items():
         missing = {"date", "card", "driver", "torch", "vllm-quads", "command"} - set(result.environment)
         if result.environment["card"] == "x86_64":
             missing.remove("driver")

@@ -251,21 +251,30 @@ def logprobs(
 
 @app.command(epilog=EXIT_CODES)
 def show(
-    result: Annotated[list[Path], typer.Argument(metavar="RESULT.json...", help="Results written by this command.")],
+    result: Annotated[
+        list[Path],
+        typer.Argument(metavar="RESULT.json|DIR...", help="Results written by this command, or folders of them."),
+    ],
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw the plots again, into this folder.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Print the tables of stored results, and draw their plots again. Needs no GPU."""
-    with reporting(as_json):
-        from vllm_quads.bench.result import Result
+    """Print the tables of stored results, and draw their plots again. Needs no GPU.
 
-        results = [Result.load(path) for path in result]
+    Files of other kinds are named and left out; if nothing is left, that is an error.
+    """
+    with reporting(as_json):
+        from vllm_quads.bench.stored import files_of, load_results
+
+        results, others = load_results(files_of(result))
         files = []
         if out is not None:
+            check_writable("--out", out)
             from vllm_quads.bench.plot import plot
 
-            files = [str(plot(r, out / f"{p.stem}.png")) for r, p in zip(results, result, strict=True)]
-        _print(results, files, as_json)
+            files = [str(plot(r, out / f"{p.stem}.png")) for p, r in results.items()]
+        for path, kind in others.items():
+            typer.echo(f"not shown: {path}: {kind}", err=True)
+        _print([*results.values()], files, as_json, not_shown={str(p): kind for p, kind in others.items()})
 
 
 def _integers(option: str, text: str) -> tuple[int, ...]:
@@ -299,9 +308,9 @@ def _report(results: list[Result], out: Path, as_json: bool) -> None:
         typer.echo("warning: not everything was measured, see `missing`", err=True)
 
 
-def _print(results: list[Result], files: list[str], as_json: bool) -> None:
+def _print(results: list[Result], files: list[str], as_json: bool, **more: dict[str, str]) -> None:
     if as_json:
-        print_json({"ok": True, "results": [r.to_dict() for r in results], "files": files})
+        print_json({"ok": True, "results": [r.to_dict() for r in results], "files": files, **more})
         return
     from vllm_quads.bench.tables import markdown
 
