@@ -236,6 +236,11 @@ def test_compensation_state_is_stored_beside_the_shards(tmp_path: Path) -> None:
     assert report.ok
     assert report.compensation is not None
     assert (report.compensation["selected_blocks"], report.compensation["blocks"]) == (1, 2)
+    assert report.calibrated
+    CompensationState({name: SiteState.empty(site.center.numel()) for name in state.sites}).save(tmp_path / "dst")
+    report = inspect_checkpoint(tmp_path / "dst")
+    assert report.calibration is not None
+    assert "compensation.safetensors is incomplete" in report.calibration
 
 
 def test_input_scales(tmp_path: Path) -> None:

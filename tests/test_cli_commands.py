@@ -243,8 +243,43 @@ def test_calibrate(tmp_path: Path) -> None:
     assert set(state.sites) == {f"model.layers.{i}.mlp.experts.{s}" for i in (0, 1) for s in ("w13", "w2")}
     seen = json.loads(quads("inspect", tmp_path / "q", "--json").stdout)
     assert seen["compensation"]["selected_blocks"] > 0
+    assert seen["calibrated"] is True
+    assert seen["calibration"] is None
+    assert "not calibrated" not in quads("inspect", tmp_path / "q").stdout
     scale = models.read(tmp_path / "q")["model.layers.0.block_sparse_moe.experts.0.w1.input_scale"]
     assert 1e-5 < scale < 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "lacking"),
+    [
+        ({}, ["no block for RAC is chosen: prompt tokens (but on Hopper)", "no channel is centred"]),
+        ({"activation.centering": "none", "compensation.form": "blocks"}, ["is chosen: tokens are not compensated"]),
+        ({"compensation.form": "rows"}, ["no channel is centred"]),
+        ({"compensation.form": "rows", "activation.centering": "none"}, []),
+        ({"scheme": "w4a16"}, []),
+    ],
+)
+def test_a_checkpoint_without_calibration_says_so(
+    bf16: Path, tmp_path: Path, options: dict[str, str], lacking: list[str]
+) -> None:
+    """inspect and quantize say what a contract wants and the checkpoint lacks, and what to do; else nothing."""
+    arguments = [part for key, value in options.items() for part in ("-o", f"{key}={value}")]
+    made = quads("quantize", bf16, tmp_path / "q", *arguments).stdout
+    seen = json.loads(quads("inspect", tmp_path / "q", "--json").stdout)
+    assert seen["ok"]
+    text = quads("inspect", tmp_path / "q").stdout
+    if not lacking:
+        assert (seen["calibrated"], seen["calibration"]) == (None, None)
+        assert "not calibrated" not in made + text
+        return
+    assert seen["calibrated"] is False
+    assert seen["calibration"] in made
+    assert seen["calibration"] in text
+    assert seen["calibration"].startswith("not calibrated: quads/compensation.safetensors is not there")
+    assert "--calibrate PROMPTS.txt" in seen["calibration"]
+    assert all(part in seen["calibration"] for part in lacking)
+    assert ("centred" in seen["calibration"]) == any("centred" in part for part in lacking)
 
 
 def test_gap_passes_its_options_and_keeps_stdout_clean(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from vllm_quads.checkpoint.calibrated import missing_calibration, wants_calibration
 from vllm_quads.checkpoint.disk_names import is_stack
 from vllm_quads.checkpoint.headers import FLOATING, TensorHeader
 from vllm_quads.checkpoint.info import CheckpointInfo, describe_reader
@@ -69,6 +70,10 @@ class Inspection:
     """Of the packed weights; None if the checkpoint is BF16 or has problems."""
     compensation: dict[str, Any] | None = None
     """Sites, share of blocks selected and fingerprint of a stored compensation state."""
+    calibrated: bool | None = None
+    """Whether channel sets and centring are there; None if the contract wants neither, or if they cannot be read."""
+    calibration: str | None = None
+    """What is missing for that, and what to do; None if nothing is."""
     total_bytes: int = 0
 
     @property
@@ -118,7 +123,7 @@ def inspect_checkpoint(path: str | Path, progress: Callable[[int, int], None] | 
             if progress is not None:
                 progress(i + 1, len(steps))
         report.layers = sorted(rows.values(), key=_order)
-        _compensation(Path(path), report)
+        _compensation(Path(path), info, report)
         if info.format is not Format.BF16 and report.ok:
             report.fingerprint = fingerprint(digests)
     return report
@@ -187,12 +192,15 @@ def _count(row: LayerSummary, packed: PackedTensor) -> None:
     row.decode_scale_max = scale if row.decode_scale_max is None else max(row.decode_scale_max, scale)
 
 
-def _compensation(path: Path, report: Inspection) -> None:
+def _compensation(path: Path, info: CheckpointInfo, report: Inspection) -> None:
     try:
         state = CompensationState.load(path)
     except QuadsError as e:
         report.problems.append(str(e))
         return
+    if wants_calibration(info.contract):
+        report.calibration = missing_calibration(info.contract, state)
+        report.calibrated = report.calibration is None
     if state is not None:
         chosen = sum(int(s.blocks.sum()) for s in state.sites.values())
         total = sum(s.blocks.numel() for s in state.sites.values())

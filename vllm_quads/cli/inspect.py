@@ -20,7 +20,7 @@ def inspect(
     every: Annotated[bool, typer.Option("--all", help="Also list the weights that are not quantized.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Read a checkpoint whole and report it: formats, scales, suspicious blocks, contract, fingerprint.
+    """Read a checkpoint whole and report it: formats, scales, suspicious blocks, contract, calibration, fingerprint.
 
     Exits with 1 if anything is wrong: a missing, extra, truncated or misshapen tensor, a value that is NaN or Inf,
     a negative scale, or packed weights that are not those of the contract.
@@ -87,5 +87,7 @@ def _print(report: Inspection, every: bool) -> None:
             f"compensation: {c['sites']} sites, {c['selected_blocks']:,} of {c['blocks']:,} blocks selected, "
             f"{c['centred_sites']} centred, fingerprint {c['fingerprint']}"
         )
+    if report.calibration is not None:
+        console.print(report.calibration, highlight=False, soft_wrap=True)
     console.print(f"fingerprint: {report.fingerprint or 'none'}", highlight=False)
     console.print("[bold red]broken[/]" if report.problems else "[bold green]ok[/]")

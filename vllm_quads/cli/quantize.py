@@ -61,6 +61,7 @@ def quantize(
         options = parse_options(option or ())
         device = _device(device)
         from vllm_quads.checkpoint import quantize_checkpoint
+        from vllm_quads.checkpoint.calibrated import missing_calibration
         from vllm_quads.nvfp4 import Contract
 
         contract = Contract().merged(options)
@@ -99,6 +100,9 @@ def quantize(
             f"{report.bytes_before / 2**20:.1f} -> {report.bytes_after / 2**20:.1f} MiB in {report.seconds:.1f} s\n"
             f"format {report.format}, fingerprint {report.fingerprint}"
         )
+        missing = missing_calibration(contract, compensation)
+        if missing is not None:
+            typer.echo(missing)
 
 
 def _device(name: str) -> str:
