@@ -16,6 +16,7 @@ from trainer_qat import RolloutSync, prepare_qat
 from trainer_qat.bench import StepBench
 from trainer_qat.cache import CacheMode
 from trainer_qat.prepare import quantizers_of
+from vllm_quads.bench import environment
 
 STEPS, LAYERS, TOKENS = 5, 2, 1024
 
@@ -56,6 +57,7 @@ def train(bench: StepBench, sharded: bool) -> list[float]:
 
 def main() -> None:
     """Run and print; exits with an error if bytes differ or losses part by more than 2 %."""
+    environment.require_or_exit(hopper=False, vllm=False)
     if start_ranks() < 2:
         raise SystemExit("start this with torchrun on two or more GPUs")
     alone = StepBench.build(LAYERS, 64, 1)

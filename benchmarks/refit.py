@@ -392,6 +392,7 @@ def main() -> None:
     parser.add_argument("--loaders", action="store_true", help="quads: load the same weights by vLLM's loaders, too")
     parser.add_argument("--out", type=Path, help="directory for refit-KIND.jsonl")
     options = parser.parse_args()
+    environment.require_or_exit(hopper=False)
     faulthandler.enable()
     if options.out is not None:
         say.file = options.out / f"refit-{options.kind}.jsonl"  # type: ignore[attr-defined]

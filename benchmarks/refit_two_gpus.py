@@ -33,6 +33,7 @@ import torch
 from torch import distributed as dist
 
 from trainer_qat import RolloutSync, prepare_qat
+from vllm_quads.bench import environment
 from vllm_quads.nvfp4 import Contract
 from vllm_quads.refit import HttpEngine
 
@@ -255,8 +256,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
     rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if torch.cuda.device_count() < 2:
-        sys.exit(f"needs two GPUs, sees {torch.cuda.device_count()}")
+    environment.require_or_exit(hopper=False, gpus=2)
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     if rank == 0:

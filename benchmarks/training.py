@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("quads-bench"))
     args = parser.parse_args()
     tokens = [int(t) for t in args.tokens.split(",")]
-    environment.require(hopper=False, vllm=False)
+    environment.require_or_exit(hopper=False, vllm=False)
     ranks = start_ranks()
     layers = args.layers or layers_that_fit(torch.cuda.mem_get_info()[0], max(tokens))
     wrap = shard if ranks > 1 else lambda model: None

@@ -9,11 +9,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from vllm_quads.bench import environment
 from vllm_quads.bench.weights import run_weights
 
 
 def main() -> None:
     """Measure, print and store."""
+    environment.require_or_exit(hopper=False, vllm=False)
     result = run_weights()
     for series in result.series:
         print(f"{series.name}: {', '.join(f'{v:.4g}' for v in series.values.values())} {series.unit}")

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -351,6 +354,39 @@ def test_no_gpu_is_a_clear_refusal(command: str, tmp_path: Path) -> None:
     assert not answer["ok"]
     assert answer["error"]["type"] == "MissingEnvironment"
     assert not (tmp_path / "out").exists()
+
+
+@NO_GPU
+@pytest.mark.parametrize(
+    ("module", "arguments", "gpus"),
+    [
+        ("training", [], "a CUDA GPU"),
+        ("weights", [], "a CUDA GPU"),
+        ("refit", ["quads"], "a CUDA GPU"),
+        ("refit_two_gpus", ["nccl"], "2 CUDA GPUs"),
+        ("fsdp", [], "a CUDA GPU"),
+    ],
+)
+def test_scripts_without_a_gpu_say_so(
+    module: str, arguments: list[str], gpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`python -m benchmarks.NAME` ends with one line and exit code 3, as the command line does."""
+    pytest.importorskip("vllm" if module.startswith("refit") else "torch")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    with mock.patch.dict(os.environ), pytest.raises(SystemExit) as stopped:  # imported scripts set variables
+        importlib.import_module(f"benchmarks.{module}").main()
+    assert stopped.value.code == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: this benchmark needs {gpus} ")
+
+
+def test_two_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A benchmark of two GPUs says how many there are on a machine with one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(MissingEnvironment, match=r"2 GPUs \(torch sees 1\)"):
+        environment.require(hopper=False, vllm=False, gpus=2)
 
 
 def test_refusals_name_everything_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,11 +32,13 @@ class MissingEnvironment(QuadsError):
     exit_code = 3
 
 
-def require(*, hopper: bool = True, vllm: bool = True) -> None:
-    """Raise MissingEnvironment naming everything that is not here: CUDA GPU, compute capability 9.0, nvcc, vLLM."""
+def require(*, hopper: bool = True, vllm: bool = True, gpus: int = 1) -> None:
+    """Raise MissingEnvironment naming everything that is not here: CUDA GPUs, compute capability 9.0, nvcc, vLLM."""
     absent = []
     if not torch.cuda.is_available():
-        absent.append(f"a CUDA GPU that torch {torch.__version__} can use")
+        absent.append(f"{'a CUDA GPU' if gpus == 1 else f'{gpus} CUDA GPUs'} that torch {torch.__version__} can use")
+    elif gpus > 1 and torch.cuda.device_count() < gpus:
+        absent.append(f"{gpus} GPUs (torch sees {torch.cuda.device_count()})")
     elif hopper:
         capability = torch.cuda.get_device_capability()
         if capability != (9, 0):
@@ -50,6 +52,15 @@ def require(*, hopper: bool = True, vllm: bool = True) -> None:
         absent.append("vLLM (pip install 'vllm-quads[cuda]', or --no-peers where that is an option)")
     if absent:
         raise MissingEnvironment(f"this benchmark needs {'; '.join(absent)}")
+
+
+def require_or_exit(*, hopper: bool = True, vllm: bool = True, gpus: int = 1) -> None:
+    """`require` for a script: one line on stderr and the exit code of the command line (3), no traceback."""
+    try:
+        require(hopper=hopper, vllm=vllm, gpus=gpus)
+    except MissingEnvironment as e:
+        print(f"error: {e}", file=sys.stderr)
+        raise SystemExit(e.exit_code) from None
 
 
 def _unbuildable() -> list[str]:
