@@ -32,6 +32,7 @@ from vllm_quads.compensation import CompensationState
 from vllm_quads.nvfp4 import Contract, MismatchError, RefitError
 from vllm_quads.refit import Manifest, as_engine
 
+DOCUMENTED = Path(__file__).parents[1] / "docs" / "rl-integration.md"
 LINEARS = {"targets": ["*.experts.*", "*.self_attn.*_proj"]}
 
 
@@ -181,16 +182,21 @@ def test_wrong_bytes_are_rolled_back(shared: tuple[Any, nn.Module], monkeypatch:
 def test_sensitivities_of_the_trainer_fit_the_engine(
     tiny_qwen3_moe: Path, engine: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Both sides name their sites alike: sensitivities sent with a push spend the engine's budget, an export with the
-    engine's state serves the same log-probs, and in FP32 the trainer's emulation of the engine gives them as well."""
+    """Both sides name their sites alike: sensitivities sent with a push, as the documentation does it, spend the
+    engine's budget, an export with the engine's state serves the same log-probs, and in FP32 the trainer's emulation of
+    the engine gives them as well."""
+    from vllm import SamplingParams
+
     contract = Contract().merged(LINEARS)
     llm = engine(tiny_qwen3_moe, additional_config={"quads": LINEARS}, dtype="float32")
     rollout = as_engine(llm)
     model = trainer(tiny_qwen3_moe, contract)
-    rollout.collect_statistics()  # type: ignore[attr-defined]
-    scores(llm)
-    sent = sensitivities(model, PROMPTS[:1], [[7, 8, 9]])
-    RolloutSync(model, llm).push(sensitivities=sent)
+    example = DOCUMENTED.read_text().split("### Error statistics and sensitivities")[1].split("```")[1]
+    names: dict[str, Any] = {"llm": llm, "model": model, "sync": RolloutSync(model, llm)}
+    names["prompts"] = [{"prompt_token_ids": p} for p in PROMPTS]
+    names["params"] = SamplingParams(max_tokens=6, temperature=0, detokenize=False)
+    exec(compile(example.removeprefix("python"), str(DOCUMENTED), "exec"), names)
+    sent = sensitivities(model, names["asked"], names["answered"])
     state: CompensationState = rollout.compensation()  # type: ignore[attr-defined]
     assert state.sites.keys() == sent.keys()
     assert state.sensitivities == pytest.approx(sent)
