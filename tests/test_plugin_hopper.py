@@ -21,7 +21,8 @@ from vllm_quads.plugin import compat, config, hopper
 from vllm_quads.plugin.backend_choice import BackendChoice
 from vllm_quads.plugin.backends import ExpertsRequest, LinearRequest, TorchExperts, TorchLinear
 from vllm_quads.plugin.hopper import HopperExperts, HopperLinear
-from vllm_quads.plugin.loading import Matrix, PackedLoader, Role, add_parameters
+from vllm_quads.plugin.loading import PackedLoader
+from vllm_quads.plugin.parameters import Matrix, Role, add_parameters
 from vllm_quads.plugin.runtime import LayerRuntime, SiteSpec
 
 EXPERTS, HIDDEN, INTER, TOKENS = 2, 64, 48, 5

@@ -39,8 +39,9 @@ from vllm_quads.nvfp4 import (
 from vllm_quads.plugin import compat
 from vllm_quads.plugin.backend_choice import choose_backend
 from vllm_quads.plugin.linear import DenseEmbeddingMethod, DenseLinearMethod, QuadsLinearMethod, full_rows
-from vllm_quads.plugin.loading import Matrix, PackedLoader
+from vllm_quads.plugin.loading import PackedLoader
 from vllm_quads.plugin.moe import QuadsMoEMethod
+from vllm_quads.plugin.parameters import Matrix
 from vllm_quads.plugin.runtime import LayerRuntime
 from vllm_quads.plugin.source import Source, parse, unquantized
 

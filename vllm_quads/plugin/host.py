@@ -8,7 +8,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from vllm_quads.nvfp4 import Contract
-from vllm_quads.plugin.loading import Matrix, PackedLoader
+from vllm_quads.plugin.loading import PackedLoader
+from vllm_quads.plugin.parameters import Matrix
 
 
 class LayerHost(Protocol):

@@ -14,8 +14,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm_quads.nvfp4 import BLOCK_SIZE, CheckpointError, ContractError, scale_group
 from vllm_quads.plugin import compat
 from vllm_quads.plugin.host import LayerHost
-from vllm_quads.plugin.loading import Matrix, Role, add_parameters
 from vllm_quads.plugin.ops import register_ops
+from vllm_quads.plugin.parameters import Matrix, Role, add_parameters
 from vllm_quads.plugin.runtime import LinearRuntime, SiteSpec
 
 _QKV = {"q": 0, "k": 1, "v": 2}

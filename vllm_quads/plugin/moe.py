@@ -12,8 +12,8 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm_quads.nvfp4 import BLOCK_SIZE, ContractError, canonical_name
 from vllm_quads.plugin import compat
 from vllm_quads.plugin.host import LayerHost
-from vllm_quads.plugin.loading import Matrix, Role, add_parameters
 from vllm_quads.plugin.ops import register_ops
+from vllm_quads.plugin.parameters import Matrix, Role, add_parameters
 from vllm_quads.plugin.runtime import ExpertsRuntime, SiteSpec
 
 

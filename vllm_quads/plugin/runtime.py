@@ -242,7 +242,7 @@ class ExpertsRuntime(LayerRuntime):
         self.w13, self.w2 = w13, w2
         self.backend = make_experts_backend(torch.get_default_device())
         if isinstance(self.backend, WeightHolder):
-            loader.kept_elsewhere = self.backend.packed
+            loader.storage.kept_elsewhere = self.backend.packed
 
     def _stored(self, prefix: str) -> tuple[Tensor, Tensor, Tensor]:
         """Codes, block scales and global scales as they are in the parameters: the first two are empty if the backend
@@ -267,14 +267,14 @@ class ExpertsRuntime(LayerRuntime):
             self.backend.forget()
         self.backend.prepare(self._stored("w13"), self._stored("w2"), w13, w2, centered=self.centered())
         if self.loader.is_open and isinstance(self.backend, WeightHolder):
-            self.loader.close()
+            self.loader.storage.close()
 
     def hand_over(self) -> None:
         """After loading: give the weights to a backend that keeps them, and free the parameters.
 
         Does nothing while a weight has arrived only in part.
         """
-        if self.loader.is_open and isinstance(self.backend, WeightHolder) and not self.loader.is_partial():
+        if isinstance(self.backend, WeightHolder) and not self.loader.is_partial() and self.loader.is_open:
             self.settle()
 
     def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
