@@ -31,6 +31,7 @@ struct QuantizeArgs {
   int num_appended;           // S / 16
   int swizzled;
   int by_chunk;               // the order of `center`
+  int early;                  // the predecessor has waited for what wrote group, mask and full: they may be read before it is waited for
 };
 
 // Mirrored in vllm_quads/kernels/_native.py.
@@ -227,8 +228,8 @@ __device__ __forceinline__ void write_packed(const QuantizeArgs& p, const RowSca
 }
 
 // Rows first_row .. first_row + THREADS / TPR - 1. A thread keeps HOLD blocks of 16 channels in registers between the row's amax
-// and its quantization; with HOLD = 0 they are read again, from the L1 cache mostly.
-template <typename T, bool FOUR, bool PACKED, int THREADS, int TPR, int HOLD>
+// and its quantization; with HOLD = 0 they are read again, from the L1 cache mostly. WAIT: the predecessor is still to be waited for.
+template <typename T, bool FOUR, bool PACKED, int THREADS, int TPR, int HOLD, bool WAIT>
 __device__ __forceinline__ void quantize_rows(const QuantizeArgs& p, int first_row) {
   constexpr int KEPT = HOLD > 0 ? HOLD : 1;
   const int lane = TPR == THREADS ? threadIdx.x : threadIdx.x % TPR;
@@ -237,27 +238,43 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& p, int first_r
   const bool inside = TPR == THREADS || index < p.rows;
   const T* x = static_cast<const T*>(p.x) + (int64_t)index * p.ldx + 16 * lane;
   RawBlock raw[KEPT];
-  if (HOLD > 0 && inside) {  // before anything that takes a look at the row's group, which would be waited for
+  const auto read = [&] {
+    if (HOLD > 0 && inside) {
 #pragma unroll
-    for (int j = 0; j < KEPT; ++j)
-      if (lane + j * TPR < blocks) raw[j] = load_raw<T>(x + j * TPR * 16);
+      for (int j = 0; j < KEPT; ++j)
+        if (lane + j * TPR < blocks) raw[j] = load_raw<T>(x + j * TPR * 16);
+    }
+  };
+  int group = -1;
+  bool full = p.full_all, chosen[KEPT];
+  const uint8_t* mask = nullptr;
+  const auto select = [&] {  // all that takes a look at the row's group, which is waited for
+    if (inside) group = p.group != nullptr ? p.group[index] : 0;
+    if (group >= 0 && p.full != nullptr) full |= p.full[index / p.full_divisor] != 0;
+    if (!PACKED && !full && p.mask != nullptr) mask = p.mask + (int64_t)group * blocks + lane;
+#pragma unroll
+    for (int j = 0; HOLD > 0 && j < KEPT; ++j)
+      chosen[j] = full || (mask != nullptr && group >= 0 && lane + j * TPR < blocks && mask[j * TPR] != 0);
+  };
+  if (WAIT && p.early) {
+    select();
+    grid_dependency_wait();
+    read();
+  } else {
+    if (WAIT) grid_dependency_wait();
+    read();
+    select();
   }
-  const int group = !inside ? -1 : p.group != nullptr ? p.group[index] : 0;
   const bool active = group >= 0, centered = p.center != nullptr;
   const Center center(p, lane);
-  bool full = p.full_all;
-  if (active && p.full != nullptr) full |= p.full[index / p.full_divisor] != 0;
-  const uint8_t* mask = !PACKED && !full && p.mask != nullptr ? p.mask + (int64_t)group * blocks + lane : nullptr;
 
   float v[KEPT][16], own[KEPT];
-  bool chosen[KEPT];  // read before the wait for the row's amax
   float m = 0.0f;
   if (active) {
     if (HOLD > 0) {
 #pragma unroll
       for (int j = 0; j < KEPT; ++j)
         if (lane + j * TPR < blocks) {
-          chosen[j] = full || (mask != nullptr && mask[j * TPR] != 0);
           unpack_block<T>(raw[j], v[j]);
           if (centered) center.subtract(j * TPR, v[j]);
           own[j] = amax16(v[j]);
@@ -312,8 +329,7 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& p, int first_r
 template <typename T, bool FOUR, bool PACKED, int THREADS, int TPR, int HOLD, int REGISTERS>
 __global__ void __launch_bounds__(THREADS, 65536 / REGISTERS / THREADS) quantize_kernel(const QuantizeArgs p) {
   grid_dependency_launch();
-  grid_dependency_wait();
-  quantize_rows<T, FOUR, PACKED, THREADS, TPR, HOLD>(p, blockIdx.x * (THREADS / TPR));
+  quantize_rows<T, FOUR, PACKED, THREADS, TPR, HOLD, true>(p, blockIdx.x * (THREADS / TPR));
 }
 
 // Many rows, merged form: the same in fewer instructions. A thread takes several blocks of a row, and what it has read waits in
@@ -554,7 +570,7 @@ __global__ void __launch_bounds__(THREADS, 65536 / REGISTERS / THREADS) prologue
   if ((int)blockIdx.x < a.blocks)
     align_pairs<THREADS>(a);
   else
-    quantize_rows<T, FOUR, false, THREADS, TPR, HOLD>(p, (blockIdx.x - a.blocks) * (THREADS / TPR));
+    quantize_rows<T, FOUR, false, THREADS, TPR, HOLD, false>(p, (blockIdx.x - a.blocks) * (THREADS / TPR));
 }
 
 template <typename In, typename Out, bool SPLIT>
@@ -602,13 +618,19 @@ constexpr int kLongestStaged = 3072;  // blocks of a row
 
 bool is_many(const QuantizeArgs& p) { return (int64_t)p.rows * (p.k / 16) >= kManyBlocks && p.k / 16 <= kLongestStaged; }
 
-// Threads of a row: with three to eight blocks each.
+// Threads of a row: with three to eight blocks each, or two in registers where these are faster.
 template <typename T, bool FOUR, bool CENTERED>
 int launch_many(const QuantizeArgs& p, cudaStream_t s) {
   const int blocks = p.k / 16;
+  if constexpr (CENTERED) {
+    if (blocks > 64 && blocks <= 128) return launch_rows<T, FOUR, false, 64, 64, 2, kRegisters>(p, s);
+    if (blocks > 128 && blocks <= 256) return launch_rows<T, FOUR, false, 128, 128, 2, kRegisters>(p, s);
+  }
   if (blocks <= 64) return launch_staged<T, FOUR, CENTERED, 128, 16>(p, s);
-  if (blocks <= 128) return launch_staged<T, FOUR, CENTERED, 128, 32>(p, s);
-  if (blocks <= 256) return launch_staged<T, FOUR, CENTERED, 128, 64>(p, s);
+  if constexpr (!CENTERED) {
+    if (blocks <= 128) return launch_staged<T, FOUR, CENTERED, 128, 32>(p, s);
+    if (blocks <= 256) return launch_staged<T, FOUR, CENTERED, 128, 64>(p, s);
+  }
   return launch_staged<T, FOUR, CENTERED, 128, 128>(p, s);
 }
 

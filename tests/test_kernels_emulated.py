@@ -101,7 +101,7 @@ def test_merged_form(
     native: dict[str, ctypes.CDLL], rows: str, m: int, k: int, dtype: torch.dtype, rule: BlockScaleRule
 ) -> None:
     """Every launch shape: operands and decode scales equal the reference with masks per group, full rows, centring,
-    static scales; padding is zero."""
+    static scales, selections that are read early; padding is zero."""
     x = activations(m, k, dtype, m + k)
     gen = torch.Generator().manual_seed(1)
     mask, center = torch.rand(3, k // 16, generator=gen) < 0.4, torch.randn(k, generator=gen) * 0.1
@@ -110,7 +110,7 @@ def test_merged_form(
     pad = 64 if k % 128 else 0
     for use_center, g in ((False, None), (True, torch.tensor([3.0, 700.0, 51.7]))):
         used = center if use_center else None
-        at = {"center": used, "g": g, "group": group}
+        at = {"center": used, "g": g, "group": group, "early": int(use_center)}
         c = quantize_with_residual(x, rule=rule, center=used, g=None if g is None else g[group.long()][:, None])
         for extra, blocks in (
             ({"mask": mask, "full": full}, mask[group.long()] | full[:, None]),

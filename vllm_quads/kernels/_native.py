@@ -60,7 +60,7 @@ class QuantizeArgs(ctypes.Structure):
             "x", "center", "g", "mask", "full", "group", "merged", "decode", "codes", "scales", "appended"
         )),
         *((name, ctypes.c_int) for name in (
-            "rows", "k", "ldx", "ldm", "full_divisor", "full_all", "num_appended", "swizzled", "by_chunk"
+            "rows", "k", "ldx", "ldm", "full_divisor", "full_all", "num_appended", "swizzled", "by_chunk", "early"
         )),
     ]  # fmt: skip
 

@@ -33,6 +33,8 @@ class Operand:
     full_divisor: int = 1
     """Rows that share an entry of `full`."""
     group: Tensor | None = None
+    early: bool = False
+    """The launch before this one has waited for what wrote `mask`, `full` and `group`."""
 
     def args(self, x: Tensor, operand: Tensor, decode: Tensor) -> QuantizeArgs:
         """Arguments for x [M, K] to the FP16 operand [M, padded K] and its decode scales float32 [M]."""
@@ -52,6 +54,7 @@ class Operand:
             full_divisor=self.full_divisor,
             full_all=self.full_all,
             by_chunk=self.center_by_chunk is not None,
+            early=self.early,
         )
 
     def quantize(self, x: Tensor, operand: Tensor, decode: Tensor, four_over_six: bool) -> None:

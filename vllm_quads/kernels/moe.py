@@ -291,7 +291,10 @@ def quads_moe(
     )
     launch_gemm(gemm, SWIGLU, dtype, plan.first, False)
     if quantized:
-        how = Operand(g=g2, mask=c.mask2, full=c.full, full_all=c.full_all, full_divisor=top_k, group=pair_expert)
+        # `early`: the GEMM has waited for the grouping, and launches what comes next only then.
+        how = Operand(
+            g=g2, mask=c.mask2, full=c.full, full_all=c.full_all, full_divisor=top_k, group=pair_expert, early=True
+        )
         how.quantize(h, operand2, decode2, four_over_six)
     else:
         cast_rows(h, operand2, decode2, pair_expert)
