@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
 from typing import Any
 
+import layer_helpers
 import pytest
 import torch
+from layer_helpers import PREFIX, SHARDS, Config, load_expert
 from torch import nn
 
 pytest.importorskip("vllm")
@@ -23,50 +24,15 @@ from vllm_quads.nvfp4 import (
 )
 from vllm_quads.plugin.digests import DigestTable, added
 from vllm_quads.plugin.linear import QuadsLinearMethod
-from vllm_quads.plugin.loading import PackedLoader
 from vllm_quads.plugin.moe import QuadsMoEMethod
 from vllm_quads.plugin.units import units_of
 
 EXPERTS, HIDDEN, INTER = 4, 64, 96
-PREFIX = "model.layers.0.mlp.experts"
 
 
-class Config:
-    """What the methods ask of a `QuadsConfig`."""
-
-    def __init__(self) -> None:
-        self.runtimes: dict[str, Any] = {}
-
-    def make_loader(self, layer: nn.Module, groups: Any) -> PackedLoader:
-        return PackedLoader(layer, groups, str)
-
-    def add_runtime(self, key: str, runtime: Any) -> None:
-        self.runtimes[key] = runtime
-
-    @property
-    def contract(self) -> Any:
-        from vllm_quads.nvfp4 import Contract
-
-        return Contract()
-
-
-def moe_layer(tp: tuple[int, int] = (0, 1), ep: tuple[int, int] = (0, 1)) -> tuple[nn.Module, QuadsMoEMethod]:
+def moe_layer(tp: tuple[int, int] = (0, 1), ep: tuple[int, int] = (0, 1)) -> tuple[Any, QuadsMoEMethod]:
     """A MoE layer of one rank: (rank, size) of tensor and of expert parallelism."""
-    layer: Any = nn.Module()
-    parallel = SimpleNamespace(tp_rank=tp[0], tp_size=tp[1], enable_eplb=False)
-    layer.moe_config = SimpleNamespace(moe_parallel_config=parallel, has_bias=False, is_lora_enabled=False)
-    layer.activation, layer.apply_router_weight_on_input = "silu", False
-    layer.swiglu_limit, layer.global_num_experts = None, EXPERTS
-    local = EXPERTS // ep[1]
-    layer.expert_map = None
-    if ep[1] > 1:
-        layer.expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
-        layer.expert_map[ep[0] * local : (ep[0] + 1) * local] = torch.arange(local, dtype=torch.int32)
-    method = QuadsMoEMethod.__new__(QuadsMoEMethod)
-    method.config, method.prefix, method.key = Config(), PREFIX, "quads.x"
-    method.num_experts, method._matrices = EXPERTS, {}
-    method.create_weights(layer, local, HIDDEN, INTER // tp[1], torch.bfloat16)
-    return layer, method
+    return layer_helpers.moe_layer(EXPERTS, HIDDEN, INTER, tp, ep)
 
 
 def weights() -> dict[tuple[int, str], torch.Tensor]:
@@ -84,7 +50,7 @@ def weights() -> dict[tuple[int, str], torch.Tensor]:
 
 def load(layer: Any, method: QuadsMoEMethod) -> None:
     for (expert, shard), weight in weights().items():
-        method._load(layer.w2_weight if shard == "w2" else layer.w13_weight, weight, "", shard, expert)
+        load_expert(layer, method, expert, shard, weight)
     method._loader.finish()
 
 
@@ -135,14 +101,13 @@ def test_digests_of_ranks_add_up_to_those_of_one() -> None:
     fill a word of block scales), for expert parallelism, and for the checkpoint."""
     whole, method = moe_layer()
     load(whole, method)
-    names = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
     packed = {}
     for e in range(EXPERTS):
-        parts = {s: weights()[e, s] for s in names}
+        parts = {s: weights()[e, s] for s in SHARDS}
         shared = torch.maximum(parts["w1"].abs().amax(), parts["w3"].abs().amax()).float()
         for s, w in parts.items():
             amax = w.abs().amax().float() if s == "w2" else shared
-            packed[f"{PREFIX}.{e}.{names[s]}"] = PackedTensor.quantize(w, amax=amax)
+            packed[f"{PREFIX}.{e}.{SHARDS[s]}"] = PackedTensor.quantize(w, amax=amax)
     expected = digests(whole)
     assert unit_fingerprint(expected) == fingerprint_of(packed)
     for kind in ("tp", "ep"):
@@ -246,16 +211,3 @@ def test_a_fusion_that_the_trainer_does_not_know_is_refused() -> None:
         method.config, method.key, method.parts = Config(), "k", parts
         with contextlib.nullcontext() if known else pytest.raises(ContractError, match="a trainer gives separate"):
             method.create_weights(layer, 64, [32, 32], 64, 64, torch.bfloat16)
-
-
-def test_loading_holds_little_besides_the_packed_layer() -> None:
-    """BF16 tensors are quantized on arrival: after each expert nothing of it is kept but its packed bytes."""
-    layer, method = moe_layer()
-    for (expert, shard), weight in weights().items():
-        method._load(layer.w2_weight if shard == "w2" else layer.w13_weight, weight, "", shard, expert)
-        pending = [s for s in method._loader._status.values() if s.pending is not None]
-        assert len(pending) <= 1
-    assert not pending
-    packed = sum(p.nbytes for p in layer.parameters())
-    master = sum(w.nbytes for w in weights().values())
-    assert packed < 0.3 * master

@@ -162,10 +162,14 @@ class PackedLoader:
         matrices, whole = waiting.matrices(), waiting.whole()
         try:
             waiting.write(self.storage, self._shared_amax, self._where, self._input_scales)
-        except CheckpointError as e:
+        except BaseException as e:  # also out of memory, or an interrupt: what waited is lost
             self._whole = False
+            lost = "was not written when it arrived"
             for m in matrices:
-                self._damaged[m.name] = str(e)
+                known = isinstance(e, CheckpointError)
+                self._damaged[m.name] = (
+                    str(e) if known else f"{self._where(m, Role.WEIGHT)}: {lost} ({type(e).__name__})"
+                )
                 self._renewed.discard(m.name)
                 status = self._status[m.name]
                 status.fields.clear()
