@@ -6,6 +6,9 @@
     torchrun --nproc-per-node 2 benchmarks/refit_two_gpus.py nccl ipc     # the second with an FSDP2 trainer on both
     NCCL_MULTI_RANK_GPU_ENABLE=1 python benchmarks/refit_two_gpus.py nccl-tp     # trainer on GPU 0, tensor-parallel
         # server on both, tensors by NCCL: trainer and a worker share a GPU, which NCCL allows from 2.30 on
+    torchrun --nproc-per-node 2 benchmarks/refit_two_gpus.py launcher   # FSDP2 trainer and tensor-parallel engine in
+        # the same two processes, then one trainer process to both by NCCL; with one GPU both processes share it, which
+        # also needs NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1 (see `refit_launcher`)
 
 The model has the layer shapes of Qwen3-30B-A3B with random weights and fewer layers (`--layers`). The server starts
 with dummy weights. Policies A, B and A again are pushed, packed and as BF16; the trainer's fingerprint is over whole
@@ -23,8 +26,9 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -40,12 +44,14 @@ from vllm_quads.refit import HttpEngine
 PROMPTS = [[1, 2, 3, 4, 5], list(range(100, 160)), [7]]
 
 
-def config(layers: int) -> Any:
-    """Qwen3-30B-A3B with fewer layers and a small vocabulary."""
+def config(layers: int, small: bool = False) -> Any:
+    """Qwen3-30B-A3B with fewer layers and a small vocabulary; small: also with matrices that suit a CPU."""
     import transformers
 
+    hidden, inter, experts = (256, 64, 8) if small else (2048, 768, 128)
     return transformers.Qwen3MoeConfig(
-        hidden_size=2048, moe_intermediate_size=768, intermediate_size=6144, num_experts=128, num_experts_per_tok=8,
+        hidden_size=hidden, moe_intermediate_size=inter, intermediate_size=6144, num_experts=experts,
+        num_experts_per_tok=8,
         num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=8192,
         decoder_sparse_step=1, mlp_only_layers=[], tie_word_embeddings=False, max_position_embeddings=4096,
         norm_topk_prob=True, dtype=torch.bfloat16,
@@ -62,13 +68,13 @@ def save_tokenizer(directory: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(directory)
 
 
-def build(layers: int, device: torch.device, shard: bool) -> Any:
+def build(layers: int, device: torch.device, shard: bool, small: bool = False) -> Any:
     """The trainer's model, the same on every rank; under FSDP2 if `shard`."""
     import transformers
 
     torch.manual_seed(0)
     with device:
-        model = transformers.AutoModelForCausalLM.from_config(config(layers), dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(config(layers, small), dtype=torch.bfloat16)
     prepare_qat(model, Contract())
     if shard:
         from torch.distributed.fsdp import fully_shard
@@ -81,7 +87,7 @@ def build(layers: int, device: torch.device, shard: bool) -> Any:
 
 def local_weights(model: Any) -> list[torch.Tensor]:
     """This rank's part of every parameter."""
-    return [p.to_local() if hasattr(p, "to_local") else p.data for p in model.parameters()]
+    return [p.data.to_local() if hasattr(p, "to_local") else p.data for p in model.parameters()]
 
 
 @torch.no_grad()
@@ -159,9 +165,8 @@ def answers(url: str) -> list[list[float]]:
 
 
 @torch.no_grad()
-def measure(model: Any, url: str | None, data: str) -> dict[str, Any]:
-    """Push A, B, B as BF16, A; check each; the reports of all. url: None on ranks without an engine."""
-    engine = None if url is None else HttpEngine(url, data)
+def measure(model: Any, engine: Any, answers: Callable[[], Any]) -> dict[str, Any]:
+    """Push A, B, B as BF16, A; check each; the reports of all. engine: None on ranks without one."""
     sync = RolloutSync(model, engine)
     result: dict[str, Any] = {}
     first: Any = None
@@ -174,14 +179,13 @@ def measure(model: Any, url: str | None, data: str) -> dict[str, Any]:
             for weight, old in zip(local_weights(model), kept, strict=True):
                 weight.copy_(old)
         report = sync.push(packed=packed)
-        if url is None:
+        if engine is None:
             continue
-        assert engine is not None
         seconds = {k: round(v, 4) for k, v in report.seconds.items()}
         result[name] = {"seconds": seconds, "GB": round(report.bytes / 1e9, 3), "fingerprint": report.fingerprint}
         assert report.verified, "the report does not say that digests were compared"
         assert engine.fingerprint() == report.fingerprint
-        scores = answers(url)
+        scores = answers()
         if name == "A":
             first = scores
         elif name == "B":
@@ -191,18 +195,27 @@ def measure(model: Any, url: str | None, data: str) -> dict[str, Any]:
             assert scores == (changed if name == "B bf16" else first), (
                 f"{name}: other answers than after the first push"
             )
-    if url is not None:
+    if engine is not None:
         assert result["A"]["fingerprint"] == result["A again"]["fingerprint"] != result["B"]["fingerprint"]
         assert result["B"]["fingerprint"] == result["B bf16"]["fingerprint"]
     return result
 
 
-def prepare(directory: Path, layers: int) -> None:
+def prepare(directory: Path, layers: int, small: bool = False) -> None:
     """What a server with dummy weights needs: config and tokenizer."""
-    config(layers).save_pretrained(directory)
+    config(layers, small).save_pretrained(directory)
     data = json.loads((directory / "config.json").read_text()) | {"architectures": ["Qwen3MoeForCausalLM"]}
     (directory / "config.json").write_text(json.dumps(data))
     save_tokenizer(directory)
+
+
+def surroundings(layers: int) -> dict[str, Any]:
+    """What ran."""
+    from vllm import __version__
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    versions = {"vllm": __version__, "transformers": metadata.version("transformers")}
+    return {"gpu": gpu, "torch": torch.__version__, "layers": layers, "versions": versions}
 
 
 PARALLEL = ["--tensor-parallel-size", "2", "--enable-expert-parallel", "--disable-custom-all-reduce"]
@@ -210,10 +223,7 @@ PARALLEL = ["--tensor-parallel-size", "2", "--enable-expert-parallel", "--disabl
 
 def lead(cases: list[str], layers: int, sharded: bool, logs: Path | None, file: Path | None) -> dict[str, Any]:
     """Rank 0: start all servers at once, then run the cases one after another, writing the results after each."""
-    results: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "layers": layers,
-        "versions": {name: metadata.version(name) for name in ("vllm", "transformers")},
-    }  # fmt: skip
+    results = surroundings(layers)
     device = torch.device("cuda", 0)
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         directory = Path(temporary)
@@ -235,7 +245,8 @@ def lead(cases: list[str], layers: int, sharded: bool, logs: Path | None, file: 
                 url = starting[case]()
                 say("server ready")
                 name = f"{case}, FSDP2" if fsdp else case
-                results[name] = measure(model, url, "ipc" if case == "ipc" else "nccl")
+                engine = HttpEngine(url, "ipc" if case == "ipc" else "nccl")
+                results[name] = measure(model, engine, partial(answers, url))
                 say(name, json.dumps(results[name]))
                 if file is not None:
                     file.write_text(json.dumps(results, indent=1) + "\n")
@@ -247,15 +258,41 @@ def lead(cases: list[str], layers: int, sharded: bool, logs: Path | None, file: 
     return results
 
 
+def launched(arguments: argparse.Namespace) -> None:
+    """The case `launcher`; rank 0 prints what is there after each of its parts."""
+    import refit_launcher
+
+    results = surroundings(arguments.layers)
+    results |= {"GPUs": torch.cuda.device_count(), "expert_parallel": arguments.expert_parallel}
+
+    def write(part: Mapping[str, Any]) -> None:
+        results.update(part)
+        text = json.dumps(results, indent=1)
+        print(text, flush=True)
+        if arguments.json is not None:
+            arguments.json.write_text(text + "\n")
+
+    refit_launcher.run(arguments.layers, arguments.expert_parallel, arguments.small, write)
+    if torch.cuda.is_available():
+        os._exit(0)  # processes that share a GPU may wait for each other for ever when NCCL is taken down
+
+
 def main() -> None:
     """Run the cases and print their results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="+", choices=("nccl", "nccl-tp", "ipc"))
+    parser.add_argument("cases", nargs="+", choices=("nccl", "nccl-tp", "ipc", "launcher"))
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--keep-logs", type=Path, help="directory for the servers' logs, which are lost otherwise")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--expert-parallel", action="store_true", help="launcher: whole experts on each rank")
+    parser.add_argument("--small", action="store_true", help="launcher: a model that suits a CPU, to try the script")
     arguments = parser.parse_args()
     rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if "launcher" in arguments.cases:
+        if arguments.cases != ["launcher"] or ranks != 2:
+            sys.exit("the case `launcher` runs alone, under torchrun --nproc-per-node 2")
+        launched(arguments)
+        return
     environment.require_or_exit(hopper=False, gpus=2)
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -264,7 +301,7 @@ def main() -> None:
         print(json.dumps(results, indent=1))
     elif "ipc" in arguments.cases:
         dist.init_process_group("nccl", device_id=device)  # waits for the first rank
-        measure(build(arguments.layers, device, shard=True), None, "ipc")
+        measure(build(arguments.layers, device, shard=True), None, list)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -239,11 +239,19 @@ def abandon_layerwise_reload() -> None:
 
 
 def is_in_process(llm: Any) -> bool:
-    """True if the model of this `LLM` lives in the calling process, on one rank."""
+    """True if the model of this `LLM`, or its only part on this rank, lives in the calling process."""
     from vllm.v1.engine.core_client import InprocClient
 
     engine = llm.llm_engine
-    return isinstance(engine.engine_core, InprocClient) and engine.vllm_config.parallel_config.world_size == 1
+    if not isinstance(engine.engine_core, InprocClient):
+        return False
+    return engine.vllm_config.parallel_config.world_size == 1 or is_launched(llm)
+
+
+def is_launched(llm: Any) -> bool:
+    """True if this `LLM` is one rank of a parallel engine whose other ranks are `LLM`s in other processes."""
+    parallel = llm.llm_engine.vllm_config.parallel_config
+    return bool(parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1)
 
 
 # -- weight transfer ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@
     engine = as_engine(llm)              # vllm_quads.refit.as_engine, used by trainer_qat.RolloutSync
     engine.fingerprint(), engine.contract(), engine.quantized()
 
-Needs the engine in this process: `VLLM_ENABLE_V1_MULTIPROCESSING=0` and no tensor parallelism.
+Needs the engine in this process: `VLLM_ENABLE_V1_MULTIPROCESSING=0` and no tensor parallelism, or a rank of a parallel
+engine for each process (`launched`).
 """
 
 from __future__ import annotations
@@ -94,11 +95,14 @@ class VllmEngine:
 
         Requests that were added since `begin`, but of which nothing has been computed, are answered by the new weights.
         """
+        self._prepare_commit()
+        return self._session(lambda session: session.commit(digests))
+
+    def _prepare_commit(self) -> None:
         self._end_for_requests()
         # vLLM does not do this by itself. Before the commit, so that new weights never meet old key/value blocks.
         if not self._llm.reset_prefix_cache():
             self._fail(RefitError("vLLM refused to reset its prefix cache"))
-        return self._session(lambda session: session.commit(digests))
 
     def abort(self) -> None:
         """End the refit that is under way, if there is one, as after a failure."""
@@ -208,7 +212,9 @@ def adapt(obj: Any) -> VllmEngine | None:
     if not type(obj).__module__.startswith("vllm.") or not hasattr(obj, "apply_model"):
         return None
     if obj not in _ENGINES:
-        _ENGINES[obj] = VllmEngine(obj)
+        from vllm_quads.plugin.launched import LaunchedEngine
+
+        _ENGINES[obj] = LaunchedEngine(obj) if compat.is_launched(obj) else VllmEngine(obj)
     return _ENGINES[obj]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -57,6 +58,21 @@ def _check_sensitivities(sensitivities: Mapping[str, float], config: QuadsConfig
         )
 
 
+def check_parallel(parallel: Any) -> None:
+    """Raise RefitError for kinds of parallelism that cannot be refitted as one. parallel: vLLM's `ParallelConfig`."""
+    replicas, stages = parallel.data_parallel_size, parallel.pipeline_parallel_size
+    if replicas > 1:
+        raise RefitError(
+            f"data_parallel_size={replicas}: replicas cannot be refitted as one yet; start one server per replica "
+            f"and push to each"
+        )
+    if stages > 1:
+        raise RefitError(
+            f"pipeline_parallel_size={stages}: a rank that has some of the layers cannot check a whole push yet; "
+            f"use tensor_parallel_size, with enable_expert_parallel for many experts"
+        )
+
+
 def check_promised(spec: TensorSpec | None, outstanding: set[str], name: str, tensor: Tensor) -> None:
     """Raise RefitError for a tensor that the manifest does not promise, or not like this, or not twice."""
     if spec is None:
@@ -91,4 +107,4 @@ def _hex(digest: int | None) -> str:
     return "none" if digest is None else f"{digest % MODULO:016x}"
 
 
-__all__ = ["check_promised", "compare_digests", "planned"]
+__all__ = ["check_parallel", "check_promised", "compare_digests", "planned"]

@@ -36,6 +36,7 @@ from vllm_quads.plugin import compat
 from vllm_quads.plugin.metrics import RefitMetrics, bridge_file
 from vllm_quads.plugin.policy import config_of, model_fingerprint
 from vllm_quads.plugin.refit import session_of
+from vllm_quads.plugin.refit_checks import check_parallel
 from vllm_quads.plugin.transfer_checkpoint import checkpoint_manifest, checkpoint_state, checkpoint_tensors
 from vllm_quads.plugin.transfer_receive import Receivers
 from vllm_quads.refit import Manifest
@@ -259,17 +260,7 @@ class QuadsTransferEngine(WeightTransferEngine):
         self._begin_session(Manifest.from_json(manifest))
 
     def _begin_session(self, manifest: Manifest) -> None:
-        replicas, stages = self.parallel_config.data_parallel_size, self.parallel_config.pipeline_parallel_size
-        if replicas > 1:
-            raise RefitError(
-                f"data_parallel_size={replicas}: replicas cannot be refitted as one yet; start one server per replica "
-                f"and push to each"
-            )
-        if stages > 1:
-            raise RefitError(
-                f"pipeline_parallel_size={stages}: a rank that has some of the layers cannot check a whole push yet; "
-                f"use tensor_parallel_size, with enable_expert_parallel for many experts"
-            )
+        check_parallel(self.parallel_config)
         if self._failure is None:
             self._session.begin(manifest)
             self._version = manifest.policy_version
