@@ -8,6 +8,7 @@ against these names, so trainer and rollout cannot read the same pattern differe
 
 from __future__ import annotations
 
+import functools
 import re
 from enum import Enum
 
@@ -40,6 +41,7 @@ class Kind(str, Enum):
     OTHER = "other"
 
 
+@functools.lru_cache(maxsize=1 << 16)  # a large model's names; contracts ask for each a few dozen times
 def canonical_name(name: str) -> str:
     """Canonical spelling of a weight or module name (of one matrix, or of a fused stack).
 
