@@ -57,7 +57,7 @@ def run(layers: int, expert_parallel: bool, small: bool, write: Callable[[Mappin
             assert all(other == mine for other in gathered(mine)), "the ranks answer differently"
             return mine
 
-        dist.barrier()
+        gathered(None)
         results = common.measure(model, engine, answers)
         whole = RolloutSync(model, None).payload.fingerprint()
         assert engine.fingerprint() == whole == results["A again"]["fingerprint"]
@@ -73,7 +73,7 @@ def run(layers: int, expert_parallel: bool, small: bool, write: Callable[[Mappin
             # The same seed: the trainer that is whole has the bytes of the one in two parts.
             assert over_nccl["A"]["fingerprint"] == whole
             write({"one trainer process, nccl" if gpus else "one trainer process, inline": over_nccl})
-        dist.barrier()
+        gathered(None)
     common.say(f"rank {rank}: done")
 
 

@@ -23,6 +23,7 @@ from vllm_quads.compensation import CompensationState
 from vllm_quads.nvfp4 import RefitError, unit_fingerprint
 from vllm_quads.plugin import compat
 from vllm_quads.plugin.engine import VllmEngine
+from vllm_quads.plugin.policy import refuse_together
 from vllm_quads.plugin.refit_checks import check_parallel
 from vllm_quads.refit import Manifest, RefitReport
 from vllm_quads.refit.report import KEEP_SERVING, REFUSES
@@ -112,10 +113,9 @@ class LaunchedEngine(VllmEngine):
         """End the refit, if it has not ended, in the same way on all ranks; returns what to raise. A collective."""
         reason = error if isinstance(error, RefitError) else RefitError(_text(error))
         ended = self._session(lambda session: session.fail(reason))
-        refusals = compat.gather(self._read(lambda config: config.refusal))
-        broken = next(((rank, reason) for rank, reason in enumerate(refusals) if reason is not None), None)
-        if broken is not None and self._read(lambda config: _refuse(config, f"rank {broken[0]}: {broken[1]}")):
-            ended = RefitError(f"{_without_outcome(str(ended))}; on rank {broken[0]} {REFUSES}")
+        broken = self._read(refuse_together)
+        if broken is not None:
+            ended = RefitError(f"{_without_outcome(str(ended))}; on rank {broken} {REFUSES}")
         return ended if isinstance(error, Exception) else error
 
     # -- what one rank cannot answer -----------------------------------------------------------------------------
@@ -157,14 +157,6 @@ def _text(error: BaseException) -> str:
 def _without_outcome(message: str) -> str:
     """A message without what it says of the rank on which it was raised."""
     return message.replace(f"; {KEEP_SERVING}", "").replace(f"; {REFUSES}", "")
-
-
-def _refuse(config: Any, reason: str) -> bool:
-    """Let this rank refuse as another one does; False if it does already."""
-    if config.refusal is not None:
-        return False
-    config.refusal = reason
-    return True
 
 
 __all__ = ["LaunchedEngine"]

@@ -10,6 +10,7 @@ from torch import nn
 
 from vllm_quads.compensation import SiteState, refresh, uses_blocks
 from vllm_quads.nvfp4 import Centering, RefitError, Scheme, unit_fingerprint
+from vllm_quads.plugin import compat
 from vllm_quads.plugin.config import QuadsConfig
 from vllm_quads.plugin.digests import DigestTable, over_ranks
 from vllm_quads.plugin.runtime import ExpertsRuntime, LayerRuntime, LinearRuntime
@@ -38,6 +39,19 @@ def model_fingerprint(config: QuadsConfig) -> str:
     return unit_fingerprint(model_digests(config))
 
 
+def refuse_together(config: QuadsConfig) -> int | None:
+    """If one rank cannot serve, none does: returns the first such rank where this one could, else None. A collective.
+
+    A rank that was refused before it wrote anything would otherwise wait in its forward pass for one that refuses.
+    """
+    refusals = compat.gather(config.refusal)
+    broken = next((rank for rank, reason in enumerate(refusals) if reason is not None), None)
+    if broken is None or config.refusal is not None:
+        return None
+    config.refusal = f"rank {broken}: {refusals[broken]}"
+    return broken
+
+
 def refresh_compensation(config: QuadsConfig, sensitivities: Mapping[str, float] | None = None) -> int:
     """Choose channel sets and centring vectors anew from gathered statistics; returns the number of sites.
 
@@ -60,4 +74,4 @@ def refresh_compensation(config: QuadsConfig, sensitivities: Mapping[str, float]
     return len(sites)
 
 
-__all__ = ["config_of", "model_digests", "model_fingerprint", "refresh_compensation"]
+__all__ = ["config_of", "model_digests", "model_fingerprint", "refresh_compensation", "refuse_together"]

@@ -34,7 +34,7 @@ from vllm.logger import init_logger
 from vllm_quads.nvfp4 import QuadsError, RefitError
 from vllm_quads.plugin import compat
 from vllm_quads.plugin.metrics import RefitMetrics, bridge_file
-from vllm_quads.plugin.policy import config_of, model_fingerprint
+from vllm_quads.plugin.policy import config_of, model_fingerprint, refuse_together
 from vllm_quads.plugin.refit import session_of
 from vllm_quads.plugin.refit_checks import check_parallel
 from vllm_quads.plugin.transfer_checkpoint import checkpoint_manifest, checkpoint_state, checkpoint_tensors
@@ -239,6 +239,7 @@ class QuadsTransferEngine(WeightTransferEngine):
         if self._open and not self._committed and self._failure is None:
             self._fail("the update was finished without a commit", "interrupted")
         self._end_session()
+        refuse_together(config_of(self.model))
         self._open, self._owner = False, None
         unread = None if self._read else self._failure
         self._read = True
