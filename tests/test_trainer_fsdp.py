@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import itertools
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,11 +33,13 @@ from trainer_qat import (
     export_checkpoint,
     follow_optimizer,
     prepare_qat,
+    push_stream,
 )
 from trainer_qat.prepare import expert_weights, quantizers_of, remove_qat, state_of
 from vllm_quads.nvfp4 import Contract, WeightGlobalScale, fake_quantize_weight
 
 STEPS = 4
+CHANGED = "model.layers.0.mlp.experts.down_proj"
 ONE_PROCESS = "one process: "
 LORA_UNITS = ("layers", "wrapper")
 """What is sharded: the decoder layers, and PEFT's wrapper of the model as well."""
@@ -134,9 +140,51 @@ def outcome(action: Callable[[], object]) -> str:
     """The error of an action, as text."""
     try:
         action()
-    except Exception as e:
+    except (Exception, KeyboardInterrupt) as e:
         return f"{type(e).__name__}: {e}"
     return "no error"
+
+
+@contextlib.contextmanager
+def after_gather(number: int, action: Callable[[], object]) -> Iterator[None]:
+    """Do something in the middle of a push: after so many parameters have been gathered."""
+    gather, count = push_stream.full_tensor, itertools.count(1)
+
+    def gathered(tensor: torch.Tensor) -> torch.Tensor:
+        full = gather(tensor)
+        if next(count) == number:
+            action()
+        return full
+
+    with mock.patch.object(push_stream, "full_tensor", gathered):
+        yield
+
+
+def disturbed(model: nn.Module, engine: FakeEngine | None, rank: int) -> dict[str, tuple[list[float], str]]:
+    """Pushes during which a weight is changed by rank 1, and pushes that are interrupted."""
+    sync = RolloutSync(model, engine)
+    weight = model.get_parameter(CHANGED)
+    step = torch.optim.AdamW([weight], lr=0.0, fused=True).step
+
+    @torch.no_grad()
+    def scale(whole: bool) -> None:
+        (weight if whole else weight.to_local()).mul_(1.0)
+
+    changes = {"step": step, "in place": lambda: scale(True), "shard in place": lambda: scale(False)}
+    results = {}
+    for name, change in changes.items():
+        with after_gather(5, change) if rank == 1 else contextlib.nullcontext():
+            results["changed: " + name] = ([], outcome(sync.push))
+        assert engine is None or engine.calls[-1] == "abort"
+    for i in (0, 1):
+        with after_gather(5, lambda: os.kill(os.getpid(), signal.SIGINT)) if rank == i else contextlib.nullcontext():
+            results[f"rank {i} interrupted"] = ([], outcome(sync.push))
+    commit = mock.patch.object(engine, "commit", side_effect=KeyboardInterrupt)
+    with commit if engine is not None else contextlib.nullcontext():
+        results["commit interrupted"] = ([], outcome(sync.push))
+    assert engine is None or engine.calls[-1] == "abort"
+    results["undisturbed"] = ([], sync.push().fingerprint)
+    return results
 
 
 def data_parallel() -> tuple[list[float], str]:
@@ -244,6 +292,7 @@ def worker(rank: int, port: int, directory: str) -> None:
     report = RolloutSync(last, engine).push()
     exported = export_checkpoint(last, Path(directory) / "out")
     results["push"], results["export"] = ([], report.fingerprint), ([], exported.fingerprint)
+    results |= disturbed(last, engine, rank)
     # A directory that rank 0 cannot write to, and a weight that has diverged, stop every rank's export.
     results["export in the way"] = ([], outcome(lambda: export_checkpoint(last, Path(directory) / "out")))
     results["ddp"], results["tp"] = data_parallel(), ([], tensor_parallel())
@@ -298,6 +347,26 @@ def test_a_refused_push_stops_every_rank(ranks: list[dict[str, tuple[list[float]
     """The rank with the engine raises the error, the others learn of it; none hangs."""
     assert ranks[0]["mismatch"][1].startswith("MismatchError: trainer and rollout follow different contracts")
     assert ranks[1]["mismatch"][1].startswith("RefitError: the push failed on rank 0: MismatchError")
+
+
+@pytest.mark.parametrize("change", ["step", "in place", "shard in place"])
+def test_weights_that_change_on_a_rank_without_an_engine(ranks: list[dict[str, Any]], change: str) -> None:
+    """Each rank looks at its own shards: a change on rank 1 fails the push on both, with the same message that names
+    weight and rank; the engine is told to go back, and the next push works."""
+    first, second = (r["changed: " + change][1] for r in ranks)
+    assert first == second
+    assert first.startswith(f"RefitError: {CHANGED}: was changed on rank 1 while the push was under way")
+    assert {r["undisturbed"][1] for r in ranks} == {ranks[0]["push"][1]}
+
+
+def test_an_interrupted_rank_leaves_no_other_waiting(ranks: list[dict[str, Any]]) -> None:
+    """Ctrl-C on the rank with the engine, between weights or in the commit, ends the push on both; on another rank it
+    comes into force after the push."""
+    for case in ("rank 0 interrupted", "commit interrupted"):
+        assert ranks[0][case][1].startswith("KeyboardInterrupt")
+        assert ranks[1][case][1].startswith("RefitError: the push failed on rank 0: KeyboardInterrupt")
+    assert ranks[0]["rank 1 interrupted"][1] == "no error"
+    assert ranks[1]["rank 1 interrupted"][1].startswith("KeyboardInterrupt")
 
 
 def test_a_failed_export_stops_every_rank(ranks: list[dict[str, tuple[list[float], str]]]) -> None:

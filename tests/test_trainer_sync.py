@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from fake_engine import FakeEngine
 from torch import nn
 from trainer_models import ALL_LINEARS, PerExpertModel, deepseek, mixtral, qwen3, single_thread, tokens  # noqa: F401
 
-from trainer_qat import RolloutSync, export_checkpoint, prepare_qat
+from trainer_qat import RolloutSync, export_checkpoint, prepare_qat, push_stream, quantizer
 from vllm_quads.nvfp4 import (
     Contract,
     ContractError,
@@ -97,6 +98,33 @@ def test_identical_pushes_are_identical_and_updates_are_not() -> None:
     model(tokens(), labels=tokens()).loss.backward()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     assert sync.push().fingerprint != first.fingerprint
+
+
+def test_a_packed_cache_spares_the_push_its_amax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that the packed cache holds are taken from it, without looking for their amax again; one that has changed
+    since is quantized anew, one that has diverged is refused by name before the engine is told."""
+    model = qwen3()
+    sync, engine = pair(model, Contract())
+    expected = sync.push().fingerprint
+    other = qwen3()
+    prepare_qat(other, Contract(), cache="packed")
+    cached = RolloutSync(other, engine)
+    other(tokens())
+    with monkeypatch.context() as patch:
+        for module in (push_stream, quantizer):
+            patch.setattr(module, "weight_amax", forbidden := Mock(side_effect=AssertionError("amax")))
+        assert cached.push().fingerprint == expected
+        assert cached.push(packed=False).fingerprint == expected
+    with torch.no_grad():
+        for changed in (model, other):
+            changed.model.layers[1].mlp.experts.down_proj.mul_(1.5)
+    assert expected != sync.push().fingerprint == cached.push().fingerprint
+    assert not forbidden.called
+    with torch.no_grad():
+        other.model.layers[1].mlp.experts.down_proj[1, 0, 0] = torch.inf
+    with pytest.raises(FormatError, match="layers.1.mlp.experts"):
+        cached.push()
+    assert engine.calls[-1] == "commit"
 
 
 def test_interrupted_push_leaves_the_previous_weights() -> None:

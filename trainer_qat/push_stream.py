@@ -19,6 +19,7 @@ from trainer_qat.inventory import Weight
 from trainer_qat.payload import Payload, full_tensor, plain_dtype
 from trainer_qat.prepare import quantizer_of
 from trainer_qat.quantizer import WeightQuantizer, full_amax
+from trainer_qat.ranks import Ranks
 from trainer_qat.stillness import Stillness
 from trainer_qat.wire import UnitDigests, Wire
 from vllm_quads.kernels.weights import FiniteCheck, QuantizedStack, quantize_stack, weight_amax
@@ -35,12 +36,13 @@ class PushStream:
         self._packed = packed
         self._digest = digest
         self._amax: dict[str, Tensor] = {}
+        self._ready: dict[str, QuantizedStack] = {}
         self._check: FiniteCheck | None = None
         self._still: Stillness | None = None
         self._digests = UnitDigests()
         self._kept: dict[str, WeightQuantizer] = {}
         self.sharded = payload.sharded
-        """True if parameters are sharded over ranks, so that all of them have to iterate."""
+        """True if parameters are sharded over ranks, so that all of them have to iterate, to the end."""
         if not self.sharded:
             for weight in payload.weights():
                 quantizer = quantizer_of(weight)
@@ -91,13 +93,18 @@ class PushStream:
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Start to compute the amax of every quantized weight. A collective of all ranks under FSDP2."""
+        """Start to compute the amax of every quantized weight. A collective of all ranks under FSDP2.
+
+        Weights with a packed cache are brought up to date instead, which computes it on the way.
+        """
         self._payload.reshard()
-        self._still = Stillness(self._payload.model)
+        self._still = Stillness(self._payload.model, Ranks.of(self._payload.model))
         self._check = FiniteCheck()
         groups: dict[str, list[Tensor]] = {}
         for weight in self._payload.weights():
             tensor = weight.tensor
+            if self._take_kept(weight):
+                continue
             own = full_amax(tensor, weight.name) if self.sharded else weight_amax(tensor.detach())
             self._check.add(weight.name, own)
             frozen = self._payload.frozen.get(weight.name)
@@ -109,6 +116,17 @@ class PushStream:
             if len(group) > 1:
                 self._amax[weight.name] = torch.stack(group).amax(dim=0)
 
+    def _take_kept(self, weight: Weight) -> bool:
+        """Note the packed cache of a weight that shares its scale with no other; False if there is none, or no use."""
+        quantizer = self._kept.get(weight.name)
+        if quantizer is None or len(quantizer.sources(weight.tensor)) > 1 or not (self._packed or self._digest):
+            return False
+        kept, amax = quantizer.kept(weight.tensor)
+        self._ready[weight.name] = QuantizedStack(kept.codes, kept.block_scales, kept.decode_scale)
+        assert self._check is not None
+        self._check.add(weight.name, amax)
+        return True
+
     @torch.no_grad()
     def check(self) -> None:
         """Wait once for what `measure` has started, or start it. Raises FormatError on NaN or Inf, by name."""
@@ -118,8 +136,11 @@ class PushStream:
         self._check.check()
 
     @torch.no_grad()
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor under its wire name (see `refit.Manifest`). Call `check` first."""
+    def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
+        """Every tensor under its wire name (see `refit.Manifest`). Call `check` first.
+
+        If sharded, RefitError is raised at the end, on all ranks, if one of them has changed a weight since `measure`.
+        """
         for name, parameter, weight in self._parameters:
             if weight is not None:
                 yield from self._weight_tensors(weight, full_tensor(parameter))
@@ -130,20 +151,28 @@ class PushStream:
         for name, buffer in self._buffers:
             for disk, tensor in self._payload.named(name, full_tensor(buffer)).items():
                 yield disk, tensor.contiguous()
+        self._end()
 
     @torch.no_grad()
     def follow(self) -> Generator[tuple[str, Tensor], None, None]:
-        """Take part in the gathering that `tensors` does on a rank with an engine; gives nothing worth keeping."""
+        """Take part in what `tensors` does on a rank with an engine; gives nothing worth keeping."""
         for name, parameter, weight in self._parameters:
             full = full_tensor(parameter)
             # An adapter's matrices are gathered as well.
             yield name, full if weight is not None else self._payload.merged(name, full)
         for name, buffer in self._buffers:
             yield name, full_tensor(buffer)
+        self._end()
+
+    def _end(self) -> None:
+        """Of sharded weights copies were sent, of which the last has been made: later changes do no harm."""
+        if self.sharded and self._still is not None:
+            self._still.check()
 
     def check_unchanged(self) -> None:
-        """Raise RefitError, by name, if a weight was changed since `measure`."""
-        if self._still is not None:
+        """Raise RefitError, by name, if a weight was changed since `measure`. Of sharded weights `tensors` says so, at
+        its end, on all ranks."""
+        if not self.sharded and self._still is not None:
             self._still.check()
 
     def digests(self) -> dict[str, int] | None:
@@ -173,6 +202,8 @@ class PushStream:
             yield wire.name, full.to(torch.bfloat16).contiguous()
 
     def _quantize(self, weight: Weight, full: Tensor) -> QuantizedStack:
+        if weight.name in self._ready:
+            return self._ready[weight.name]
         quantizer = self._kept.get(weight.name)
         if quantizer is not None:
             kept = quantizer.packed(weight.tensor)

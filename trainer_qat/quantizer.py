@@ -89,16 +89,23 @@ class WeightQuantizer:
         The tensors are the cache's own; copy them to keep them beyond the next optimizer step. Raises FormatError on
         NaN or Inf, on a GPU later (`trainer_qat.finite`).
         """
+        if self.state.cache_mode() is CacheMode.PACKED and not _sharded(self.sources(weight)):
+            return self.kept(weight)[0]
+        with torch.inference_mode(False), torch.no_grad():
+            return kernels.quantize_stack(weight.detach(), self.amax(weight)).packed(self.name)
+
+    def kept(self, weight: Tensor) -> tuple[PackedTensor, Tensor]:
+        """`packed` of a weight that has a packed cache, and a float32 amax [...] that is NaN or Inf if the weight is
+        not finite: its own and its siblings', or on a CPU (where that is refused at once) the one of its scale."""
         with torch.inference_mode(False), torch.no_grad():
             sources = self.sources(weight)
-            if self.state.cache_mode() is CacheMode.PACKED and not _sharded(sources):
-                if KeptQuantization.available(weight):
-                    kept = kept_on_device(self.cache, sources, self.frozen, self.name, dense=False, whole=True)
-                    assert kept.packed is not None
-                    return kept.packed.packed(self.name)
-                return self._kept_by_reference(sources, CacheMode.PACKED)[1]  # type: ignore[return-value]
-            amax = self.amax(weight)
-            return kernels.quantize_stack(weight.detach(), amax).packed(self.name)
+            if KeptQuantization.available(weight):
+                kept = kept_on_device(self.cache, sources, self.frozen, self.name, dense=False, whole=True)
+                assert kept.packed is not None
+                return kept.packed.packed(self.name), kept.amax
+            amax, value = self._kept_by_reference(sources, CacheMode.PACKED)
+            assert isinstance(value, PackedTensor)
+            return value, amax
 
     def __call__(self, weight: Tensor) -> Tensor:
         """The weight as the rollout has it, in the weight's dtype; its gradient goes straight to `weight`."""

@@ -47,26 +47,25 @@ class Ranks:
         """The error of this rank, or one (of this kind) that tells of another's; None if all went well. Collective."""
         if not self.sharded:
             return error
-        messages: list[str | None] = [None] * dist.get_world_size(self.group)
-        mine = None if error is None else f"{type(error).__name__}: {error}"
-        dist.all_gather_object(messages, mine, group=self.group)
+        messages = self.gather(None if error is None else f"{type(error).__name__}: {error}")
         other = next((f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None), None)
         return kind(f"{what} failed on {other}") if error is None and other is not None else error
 
     def any_of(self, value: _T | None) -> _T | None:
         """The value of the first rank that has one. A collective."""
+        return next((v for v in self.gather(value) if v is not None), None)
+
+    def gather(self, value: _T) -> list[_T]:
+        """The values of all ranks, in their order. A collective."""
         if not self.sharded:
-            return value
-        values: list[_T | None] = [None] * dist.get_world_size(self.group)
+            return [value]
+        values: list[_T] = [value] * dist.get_world_size(self.group)
         dist.all_gather_object(values, value, group=self.group)
-        return next((v for v in values if v is not None), None)
+        return values
 
     def differ(self, value: object) -> bool:
         """True if the ranks do not have equal values. A collective."""
-        if not self.sharded:
-            return False
-        values: list[object] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(values, value, group=self.group)
+        values = self.gather(value)
         return any(v != values[0] for v in values)
 
     def share(self, value: _T) -> _T:

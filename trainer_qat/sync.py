@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainer_qat.interrupts import uninterrupted, whole_steps
 from trainer_qat.payload import Payload
 from trainer_qat.push_stream import PushStream
 from trainer_qat.ranks import Ranks, drain
@@ -105,37 +106,69 @@ class RolloutSync:
         if not packed and scale is not WeightGlobalScale.LIVE:
             raise ContractError(f"packed=False: an engine cannot know {scale.value} scales; push packed weights")
         stream = PushStream(self.payload, packed=packed, digest=verify)
-        tensors = self._progressing(stream.tensors()) if self.engine is not None else stream.follow()
-        ranks = Ranks.of(self.payload.model)
+        steps = stream.tensors() if self.engine is not None else stream.follow()
         report: RefitReport | None = None
         error: BaseException | None = None
-        checked = start
+        seconds: dict[str, float] = {}
         try:
-            _check_version(policy_version)
-            compensation = _checked_sensitivities({} if sensitivities is None else sensitivities)
-            stream.measure()
-            manifest = None
-            if self.engine is not None:  # while the device measures
-                manifest = self._manifest(self.engine, stream.specs(), policy_version, compensation, rollback)
-            stream.check()
-            checked = time.perf_counter()
+            manifest = self._offer(stream, policy_version, sensitivities, rollback)
+            seconds["check"] = time.perf_counter() - start
             if self.engine is not None and manifest is not None:
-                report = self._transfer(self.engine, manifest, stream, tensors)
+                report = self._transfer(self.engine, manifest, stream, steps)
         except BaseException as e:
             error = e
         if stream.sharded:
-            begun = inspect.getgeneratorstate(tensors) != inspect.GEN_CREATED
-            with contextlib.suppress(QuadsError):  # other ranks wait in a gather until this one has seen everything
-                drain(tensors if begun else stream.follow())
-            error = ranks.agree(error, "the push", RefitError)
-        tensors.close()
+            report, error = self._settle(stream, steps, report, error)
+        steps.close()
         if error is not None:
             raise error
-        report = ranks.any_of(report)
         if report is None:
             return RefitReport(policy_version or 0, "", 0, 0, {})
-        seconds = {"check": checked - start, "total": time.perf_counter() - start}
+        seconds["total"] = time.perf_counter() - start
         return report.with_seconds(**{f"trainer_{k}": v for k, v in seconds.items()})
+
+    def _offer(
+        self,
+        stream: PushStream,
+        version: int | None,
+        sensitivities: Mapping[str, float] | None,
+        rollback: Rollback | str,
+    ) -> Manifest | None:
+        """Look at the weights, and say what is to be sent (None: this rank has no engine); no engine is told yet."""
+        try:
+            with uninterrupted(stream.sharded):
+                stream.measure()  # first, for all ranks take part
+            _check_version(version)
+            compensation = _checked_sensitivities({} if sensitivities is None else sensitivities)
+            manifest = None
+            if self.engine is not None:  # while the device measures
+                manifest = self._manifest(self.engine, stream.specs(), version, compensation, rollback)
+            stream.check()
+            return manifest
+        except BaseException as e:
+            decline = getattr(self.engine, "decline", None)
+            if decline is not None:  # other ranks of the engine wait for this one in `begin`
+                decline(e)
+            raise
+
+    def _settle(
+        self,
+        stream: PushStream,
+        steps: Generator[tuple[str, Tensor], None, None],
+        report: RefitReport | None,
+        error: BaseException | None,
+    ) -> tuple[RefitReport | None, BaseException | None]:
+        """Report and error of this rank, or else of another. The other ranks wait in a gather until this one has seen
+        everything, and then to hear how it went."""
+        ranks = Ranks.of(self.payload.model)
+        with uninterrupted():
+            begun = inspect.getgeneratorstate(steps) != inspect.GEN_CREATED
+            try:
+                drain(steps if begun else stream.follow())
+            except QuadsError as e:
+                error = e if error is None else error
+            error = ranks.agree(error, "the push", RefitError)
+            return (ranks.any_of(report) if error is None else None), error
 
     def _manifest(
         self,
@@ -156,8 +189,13 @@ class RolloutSync:
         )
 
     def _transfer(
-        self, engine: RolloutEngine, manifest: Manifest, stream: PushStream, tensors: Iterator[tuple[str, Tensor]]
+        self,
+        engine: RolloutEngine,
+        manifest: Manifest,
+        stream: PushStream,
+        steps: Generator[tuple[str, Tensor], None, None],
     ) -> RefitReport:
+        tensors = self._progressing(whole_steps(steps) if stream.sharded else steps)
         last = "(nothing yet)"
 
         def watched() -> Iterator[tuple[str, Tensor]]:
@@ -175,6 +213,9 @@ class RolloutSync:
             report = engine.commit(stream.digests())
         except BaseException as e:
             if began or not isinstance(e, QuadsError):  # a push that was refused has ended; what is open is another's
+                if stream.sharded:  # other ranks come to an end of the stream before they hear of an abort
+                    with uninterrupted(), contextlib.suppress(QuadsError):
+                        drain(steps)
                 self._abort(engine, e)
             if isinstance(e, QuadsError) or not isinstance(e, Exception):
                 raise
