@@ -137,7 +137,7 @@ def test_waiting_weights_are_less_than_a_layer(order: str, device: str) -> None:
         pending = [s.pending for s in loader._status.values() if s.pending is not None]
         peaks.append(sum(t.nbytes for t in pending) + loader._waiting.floats._bytes)
     assert peaks[-1] == 0
-    assert max(peaks) <= layer_bytes / (2 if order == "by part" else 3)
+    assert max(peaks) <= layer_bytes * (0.6 if order == "by part" else 0.3)
     if device == "cuda":
         assert torch.cuda.max_memory_allocated() - before <= layer_bytes
         assert torch.cuda.memory_allocated() - before <= 2**16
