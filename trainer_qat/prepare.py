@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,30 +135,8 @@ def prepare_qat(
     state = QatState(
         contract, inventory.quantized, CacheMode(cache), clamp_gradient, progress, scale_decay, w4a4_ablation
     )
-    frozen = contract.weight_global_scale is not WeightGlobalScale.LIVE
-    if frozen_from is not None and not frozen:
-        raise ContractError('frozen_from: needs weight_global_scale "frozen" or "moving_average" in the contract')
-    groups: dict[str, list[nn.Linear]] = {}
-    for weight in inventory.selected:
-        if isinstance(weight.module, nn.Linear):
-            groups.setdefault(scale_group(weight.name), []).append(weight.module)
-    kept_amax = load_frozen(Path(frozen_from), inventory.selected) if frozen_from is not None else None
-
-    quantizer_of: list[WeightQuantizer] = []
-    for weight in inventory.selected:  # whatever can fail comes before the model is touched
-        siblings = tuple(groups.get(scale_group(weight.name), ())) if isinstance(weight.module, nn.Linear) else ()
-        quantizer = WeightQuantizer(weight.name, tuple(weight.matrices), state, siblings)
-        if frozen:
-            quantizer.frozen = kept_or_current(weight, siblings, kept_amax).to(weight.tensor.device)
-        quantizer_of.append(quantizer)
-    for weight, quantizer in zip(inventory.selected, quantizer_of, strict=True):
-        quantizers = dict(getattr(weight.module, _QUANTIZERS, {}))
-        setattr(weight.module, _QUANTIZERS, quantizers | {weight.attribute: quantizer})
-        if quantizer.siblings:
-            weight.module.__class__ = _qat_class(type(weight.module))
-    _hook_experts(model)
-    setattr(model, _STATE, state)
-    model.register_forward_pre_hook(_note_sharding)
+    quantizers = _quantizers(inventory.selected, state, frozen_from)  # whatever can fail comes before the hooks
+    _hook(model, inventory.selected, quantizers, state)
     return QatReport(
         contract,
         inventory.quantized,
@@ -168,6 +146,38 @@ def prepare_qat(
         inventory.bytes_packed,
         tuple(_describe(state)),
     )
+
+
+def _quantizers(selected: Sequence[Weight], state: QatState, frozen_from: Path | str | None) -> list[WeightQuantizer]:
+    """A quantizer for each selected weight, with the scale that is frozen, if it is."""
+    frozen = state.contract.weight_global_scale is not WeightGlobalScale.LIVE
+    if frozen_from is not None and not frozen:
+        raise ContractError('frozen_from: needs weight_global_scale "frozen" or "moving_average" in the contract')
+    kept_amax = load_frozen(Path(frozen_from), selected) if frozen_from is not None else None
+    groups: dict[str, list[nn.Linear]] = {}
+    for weight in selected:
+        if isinstance(weight.module, nn.Linear):
+            groups.setdefault(scale_group(weight.name), []).append(weight.module)
+    quantizers = []
+    for weight in selected:
+        siblings = tuple(groups.get(scale_group(weight.name), ())) if isinstance(weight.module, nn.Linear) else ()
+        quantizer = WeightQuantizer(weight.name, tuple(weight.matrices), state, siblings)
+        if frozen:
+            quantizer.frozen = kept_or_current(weight, siblings, kept_amax).to(weight.tensor.device)
+        quantizers.append(quantizer)
+    return quantizers
+
+
+def _hook(model: nn.Module, selected: Sequence[Weight], quantizers: Sequence[WeightQuantizer], state: QatState) -> None:
+    """Put the quantizers to work (see the module)."""
+    for weight, quantizer in zip(selected, quantizers, strict=True):
+        of_module = dict(getattr(weight.module, _QUANTIZERS, {}))
+        setattr(weight.module, _QUANTIZERS, of_module | {weight.attribute: quantizer})
+        if quantizer.siblings:
+            weight.module.__class__ = _qat_class(type(weight.module))
+    _hook_experts(model)
+    setattr(model, _STATE, state)
+    model.register_forward_pre_hook(_note_sharding)
 
 
 def _describe(state: QatState) -> Iterator[str]:

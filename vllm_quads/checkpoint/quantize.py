@@ -83,15 +83,9 @@ def quantize_checkpoint(
     """
     start = time.perf_counter()
     contract = contract or Contract()
-    if Path(src).resolve().is_relative_to(Path(dst).resolve()):
-        what = "is the source itself" if Path(dst).resolve() == Path(src).resolve() else f"holds the source {src}"
-        raise CheckpointError(f"{dst}: {what}; choose another directory")
+    _require_apart(Path(src), Path(dst))
     with CheckpointReader(src) as reader:
-        info = describe_reader(reader)
-        if info.format is not Format.BF16:
-            raise CheckpointError(f"{src}: is already quantized ({info.format.value}); quantize the BF16 checkpoint")
-        for problem in header_problems(reader, info):
-            raise problem
+        info = _bf16_source(reader)
         chosen = contract.resolve(info.weights, info.num_layers)
         scales = _input_scales(contract, chosen, input_scales or {})
         sources = _Sources(reader, info, torch.device(device))
@@ -103,17 +97,7 @@ def quantize_checkpoint(
             max_shard_bytes=max_shard_bytes,
             overwrite=overwrite,
         ) as writer:
-            done: set[str] = set()
-            read = 0
-            for name in reader.names:
-                if progress is not None:
-                    progress(read, reader.total_bytes, name)
-                if any(member in chosen for member in sources.members(name)):
-                    _convert(sources, name, writer, scales, done)
-                else:
-                    _check_finite(name, reader.get(name))
-                    writer.add(name, reader.get(name))
-                read += reader.headers[name].nbytes
+            _write_all(reader, sources, chosen, scales, writer, progress)
             writer.finish(copy_files_from=src, compensation=compensation)
             fingerprint = writer.fingerprint
         before = reader.total_bytes
@@ -131,6 +115,46 @@ def quantize_checkpoint(
         bytes_after=after,
         seconds=time.perf_counter() - start,
     )
+
+
+def _require_apart(src: Path, dst: Path) -> None:
+    if src.resolve().is_relative_to(dst.resolve()):
+        what = "is the source itself" if dst.resolve() == src.resolve() else f"holds the source {src}"
+        raise CheckpointError(f"{dst}: {what}; choose another directory")
+
+
+def _bf16_source(reader: CheckpointReader) -> CheckpointInfo:
+    """What a complete BF16 checkpoint holds. Raises CheckpointError for any other."""
+    info = describe_reader(reader)
+    if info.format is not Format.BF16:
+        raise CheckpointError(
+            f"{reader.path}: is already quantized ({info.format.value}); quantize the BF16 checkpoint"
+        )
+    for problem in header_problems(reader, info):
+        raise problem
+    return info
+
+
+def _write_all(
+    reader: CheckpointReader,
+    sources: _Sources,
+    chosen: QuantizedSet,
+    scales: Mapping[str, float | None],
+    writer: CheckpointWriter,
+    progress: Progress | None,
+) -> None:
+    """Every tensor in the order of the shards, quantized or as it is."""
+    done: set[str] = set()
+    read = 0
+    for name in reader.names:
+        if progress is not None:
+            progress(read, reader.total_bytes, name)
+        if any(member in chosen for member in sources.members(name)):
+            _convert(sources, name, writer, scales, done)
+        else:
+            _check_finite(name, reader.get(name))
+            writer.add(name, reader.get(name))
+        read += reader.headers[name].nbytes
 
 
 class _Sources:

@@ -5,12 +5,17 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vllm_quads.cli.options import parse_options
 from vllm_quads.cli.run import Json, print_json, progress, reporting
+
+if TYPE_CHECKING:
+    from vllm_quads.checkpoint import QuantizeReport
+    from vllm_quads.compensation import CompensationState
+    from vllm_quads.nvfp4 import Contract
 
 
 class OutputFormat(str, Enum):
@@ -67,18 +72,8 @@ def quantize(
         contract = Contract().merged(options)
         compensation, input_scales = None, None
         if calibrate is not None:
-            from vllm_quads.cli.calibration import calibrate_checkpoint
-
-            with progress("calibrating") as update:
-                compensation, input_scales = calibrate_checkpoint(
-                    src,
-                    contract,
-                    calibrate,
-                    prompts=calibration_prompts,
-                    tokens=calibration_tokens,
-                    device=device,
-                    progress=update,
-                )
+            sizes = {"prompts": calibration_prompts, "tokens": calibration_tokens}
+            compensation, input_scales = _calibrated(src, contract, calibrate, device, **sizes)
         with progress("quantizing") as update:
             report = quantize_checkpoint(
                 src,
@@ -94,15 +89,28 @@ def quantize(
             )
         if as_json:
             print_json({"ok": True, **report.to_dict(), "calibrated": compensation is not None})
-            return
-        typer.echo(
-            f"{report.path}: {report.quantized} weights in NVFP4, {report.kept} kept; "
-            f"{report.bytes_before / 2**20:.1f} -> {report.bytes_after / 2**20:.1f} MiB in {report.seconds:.1f} s\n"
-            f"format {report.format}, fingerprint {report.fingerprint}"
-        )
-        missing = missing_calibration(contract, compensation)
-        if missing is not None:
-            typer.echo(missing)
+        else:
+            _print(report, missing_calibration(contract, compensation))
+
+
+def _calibrated(
+    src: Path, contract: Contract, prompts_file: Path, device: str, **sizes: int
+) -> tuple[CompensationState, dict[str, float]]:
+    """What `calibrate_checkpoint` finds, with a progress bar."""
+    from vllm_quads.cli.calibration import calibrate_checkpoint
+
+    with progress("calibrating") as update:
+        return calibrate_checkpoint(src, contract, prompts_file, device=device, progress=update, **sizes)
+
+
+def _print(report: QuantizeReport, missing: str | None) -> None:
+    typer.echo(
+        f"{report.path}: {report.quantized} weights in NVFP4, {report.kept} kept; "
+        f"{report.bytes_before / 2**20:.1f} -> {report.bytes_after / 2**20:.1f} MiB in {report.seconds:.1f} s\n"
+        f"format {report.format}, fingerprint {report.fingerprint}"
+    )
+    if missing is not None:
+        typer.echo(missing)
 
 
 def _device(name: str) -> str:
