@@ -251,6 +251,44 @@ def test_nan_and_inf_of_weights_are_reported(device: str) -> None:
         assert int(sinks.status) == BAD_SCALE
 
 
+@pytest.mark.parametrize("gate_up", [True, False])
+def test_one_destination_for_many_refits(device: str, gate_up: bool) -> None:
+    """What a destination remembers of stacks of one form is their form alone: other addresses, sinks, strides, shards
+    and kinds of weights after them give what calls of their own give, and what does not fit is refused."""
+    parts = 2 if gate_up else 1
+    sinks = Sinks(2, parts, 48, 64, device)
+    destination = install.Destination(sinks.out, gate_up=gate_up, place=install.ShardPlace(16, 32, False))
+    offsets = {"row_offset": 16, "k_offset": 32, "count_global": False}
+    floats = weights(2, parts, 48, 64)
+    amax = stack_amax(floats.to(device), torch.zeros(2, device=device))
+    shared = amax.cpu()[:, None].expand(2, parts).contiguous()
+    gaps = torch.zeros(2, parts, 60, 32, dtype=torch.uint8, device=device)[:, :, :48]
+    kept = install.Sinks()
+    for number, case in enumerate(("first", "same sinks", "other", "gaps", "odd", "float", "float by part", "again")):
+        weight: Any = moved(want := random_packed(2, parts, 48, 64, seed=number), device)
+        own_amax = None
+        if case == "gaps":
+            weight = weight._replace(codes=gaps.copy_(weight.codes))
+        elif case == "odd":
+            room = torch.empty(weight.codes.numel() + 1, dtype=torch.uint8, device=device)
+            weight = weight._replace(codes=room[1:].view(weight.codes.shape).copy_(weight.codes))
+        elif case.startswith("float"):
+            want, weight = PackedTensor.quantize(floats, amax=shared), floats.to(device)
+            own_amax = amax if case == "float" else shared.to(device)
+        if case != "same sinks":
+            sinks.decode, sinks.digests = torch.empty_like(sinks.decode), torch.empty_like(sinks.digests)
+            kept = install.Sinks(sinks.decode, sinks.digests, sinks.status)
+        sinks.out.fill_(0xA5)
+        sinks.digests.fill_(2**62 + 5)
+        destination.install(weight, own_amax, kept)
+        sinks.require(want, gate_up, **offsets)
+    packed = moved(random_packed(2, parts, 48, 64), device)
+    with pytest.raises(FormatError, match="do not belong together"):
+        destination.install(packed._replace(decode_scale=torch.ones(3, device=device)), None, kept)
+    with pytest.raises(FormatError, match="digests: is torch.int64"):
+        destination.install(packed, None, install.Sinks(digests=sinks.digests[:1].repeat(9)))
+
+
 def test_refusals() -> None:
     """What does not fit together is refused before anything is written."""
     p = random_packed(2, 2, 32, 64)

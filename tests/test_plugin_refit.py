@@ -23,7 +23,7 @@ pytest.importorskip("vllm")
 from vllm_quads.checkpoint import quantize_checkpoint
 from vllm_quads.compensation import CompensationState
 from vllm_quads.nvfp4 import Contract, ContractError, QuadsError, QuantizedSet, RefitError
-from vllm_quads.plugin import compat
+from vllm_quads.plugin import compat, installing
 from vllm_quads.plugin import refit as refit_module
 from vllm_quads.plugin.arrivals import Arrivals
 from vllm_quads.plugin.digests import DigestTable
@@ -390,8 +390,9 @@ def _everything(llm: Any) -> dict[str, Tensor]:
 STEPS = (
     (Arrivals, "accept"), (Flags, "check"), (UndoLog, "save"), (Unit, "write_packed"),
     (Unit, "write_input_scales"), (Section, "digest"), (DigestTable, "read"), (PackedLoader, "replaced"),
-    (LayerRuntime, "settle_for_graphs"), (compat, "absorb_latent_attention"), (refit_module, "refresh_compensation"),
-    (compat, "gather"), (Installer, "_load_plain"), (refit_module, "compare_digests"),
+    (LayerRuntime, "settle_for_graphs"), (installing, "settle_together"), (compat, "absorb_latent_attention"),
+    (refit_module, "refresh_compensation"), (compat, "gather"), (Installer, "_load_plain"),
+    (refit_module, "compare_digests"),
 )  # fmt: skip
 """What a refit calls between its manifest and the switch."""
 
@@ -401,7 +402,8 @@ def _fails_in(
 ) -> None:
     """Run an attempt in which this function raises once, as late as it is sure to be called."""
     original, calls = getattr(owner, name), []
-    once = ("read", "absorb_latent_attention", "refresh_compensation", "gather", "compare_digests", "_load_plain")
+    once = ("read", "absorb_latent_attention", "refresh_compensation", "gather", "compare_digests", "_load_plain",
+            "settle_together", "write_input_scales")  # fmt: skip
     last = 1 if name in once else 2
 
     def failing(*args: Any, **kwargs: Any) -> Any:

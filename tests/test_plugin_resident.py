@@ -21,6 +21,7 @@ from vllm_quads.plugin import runtime
 from vllm_quads.plugin.backends import ExpertsRequest, TorchExperts
 from vllm_quads.plugin.hopper import HopperExperts
 from vllm_quads.plugin.installing import Installer
+from vllm_quads.plugin.runtime import LayerRuntime
 from vllm_quads.refit import Rollback, as_engine
 
 
@@ -143,3 +144,32 @@ def test_damage_that_is_found_while_it_is_written(
         assert scores(resident) == expected["first"][0]
     push(resident, stacked(tensors_of(other["packed"])), expected["second"][1])
     assert scores(resident) == expected["second"][0]
+
+
+def test_layers_follow_a_refit_together(
+    resident: Any, other: dict[str, Path], expected: Any, tiny_qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where captured CUDA graphs replay without Python, decode scales of all layers follow before the commit, by copies
+    that are made together; layers whose bias has to be written anew are prepared one by one. Log-probs are the same."""
+    push(resident, stacked(tensors_of(tiny_qwen3_moe)), expected["first"][1])
+    assert scores(resident) == expected["first"][0]
+    monkeypatch.setattr(LayerRuntime, "follows_in_graphs", property(lambda self: self._derived_from is not None))
+    prepared: list[HopperExperts] = []
+    prepare = HopperExperts.prepare
+    monkeypatch.setattr(HopperExperts, "prepare", lambda self, *a, **k: prepared.append(self) or prepare(self, *a, **k))
+    engine, tensors = as_engine(resident), stacked(tensors_of(other["packed"]))
+    layers = list(quads_layers(resident).values())
+    for bias in (False, True):
+        if bias:
+            layers[0].backend.forget()
+        engine.begin(manifest(resident, tensors, expected["second"][1]))
+        engine.load(list(tensors.items()))
+        assert prepared == ([layers[0].backend] if bias else [])
+        for own in layers:
+            moe, layer = own.backend._moe, own.layer
+            assert torch.equal(moe.w13_decode, layer.w13_weight_scale_2)
+            assert torch.equal(moe.w2_decode, layer.w2_weight_scale_2[:, None].expand(-1, 2))
+        engine.commit()
+        assert scores(resident) == expected["second"][0]
+    push(resident, stacked(tensors_of(tiny_qwen3_moe)), expected["first"][1])
+    assert scores(resident) == expected["first"][0]

@@ -306,5 +306,10 @@ def install(
     args.scales, args.scalars = pointer(scales), pointer(scalars)
     args.decode, args.digests, args.status = pointer(decode), pointer(digests), pointer(status)
     args.row_offset, args.k_offset, args.count_global = row_offset, k_offset, count_global
-    with on_device(blocks.device):
-        check(library().quads_install(ctypes.byref(args), scales is None, stream()), "installation of weights")
+    launch_install(args, scales is None, blocks.device)
+
+
+def launch_install(args: InstallArgs, quantize: bool, device: torch.device) -> None:
+    """Launch csrc/install.cu with arguments that are complete."""
+    with on_device(device):
+        check(library().quads_install(ctypes.byref(args), quantize, stream()), "installation of weights")

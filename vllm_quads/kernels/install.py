@@ -5,6 +5,8 @@
     stack_amax(weight, amax)                               and BF16 weights: first what their global scales come from,
     install_quantized(weight, amax, out, gate_up=...)      then quantized on the way
 
+    Destination(out, gate_up=...).install(...)             either, for who installs again and again
+
 Weights are stacks [E, P, N, K] of E experts with P parts each (gate and up of w13, else one). A part may be a shard,
 and a view with any strides but along K. On a Hopper GPU each call is one launch on the current stream that waits for
 nothing and allocates nothing; elsewhere plain torch gives the same bytes.
@@ -63,7 +65,9 @@ def install_packed(
     lead, form = _packed_form(*map(_layout, packed), _layout(out), gate_up)
     _check_sinks(lead, out.device, decode, digests, status)
     place = ShardPlace(row_offset, k_offset, count_global)
-    if form is not None and packed.codes.data_ptr() % 8 == 0 and on_hopper(out):
+    if packed.codes.data_ptr() % 8:
+        packed = packed._replace(codes=packed.codes.clone())
+    if form is not None and on_hopper(out):
         _native.install(form, *packed, out, decode=decode, digests=digests, status=status, **place._asdict())
         return
     codes, scales = packed.codes.flatten(1, 2).contiguous(), packed.block_scales.view(torch.uint8)
@@ -113,7 +117,7 @@ def install_quantized(
     for `install_packed`.
     """
     w.check_weight(weight)
-    amax = amax[:, None].expand(weight.shape[:2]) if amax.shape == weight.shape[:1] else amax
+    amax = _by_part(amax, weight)
     lead, form = _quantized_form(_layout(weight), _layout(amax), _layout(out), gate_up)
     _check_sinks(lead, out.device, decode, digests, status)
     place = ShardPlace(row_offset, k_offset, count_global)
@@ -124,6 +128,87 @@ def install_quantized(
     install_packed(packed, out, gate_up=gate_up, decode=decode, digests=digests, status=status, **place._asdict())
     if status is not None:
         _mark(status, ~torch.isfinite(amax).all(), BAD_AMAX)
+
+
+class Sinks(NamedTuple):
+    """What an installation leaves behind beside the weights; see `install_packed`."""
+
+    decode: Tensor | None = None
+    digests: Tensor | None = None
+    status: Tensor | None = None
+
+
+class Destination:
+    """Where stacks are installed again and again, by `install_packed` and `install_quantized` with these arguments.
+
+    What is alike from one call to the next is looked at once: a call costs the host little more than its launch.
+    """
+
+    def __init__(self, out: Tensor, *, gate_up: bool, place: ShardPlace) -> None:
+        self.out = out
+        self.place = place
+        self._gate_up = gate_up
+        self._form: tuple[object, ...] = ()
+        """Of the weights that came last."""
+        self._args: _native.InstallArgs | None = None
+        """What the kernel gets for weights of this form, or None if it does not take them."""
+        self._sinks = Sinks()
+
+    def install(self, weights: QuantizedStack | Tensor, amax: Tensor | None, sinks: Sinks) -> None:
+        """Packed weights, or float ones that are quantized with amax. Raises FormatError."""
+        if isinstance(weights, Tensor):
+            assert amax is not None
+            source, scales, scalars = weights, None, amax
+            form: tuple[object, ...] = (_form(weights), _form(amax))
+        else:
+            source, scales, scalars = weights
+            form = (_form(source), _form(scales), _form(scalars))
+        if form != self._form:
+            self._args, self._form = self._arguments(weights, scalars), form
+        address, args = source.data_ptr(), self._args
+        if args is None or address % 16:
+            self._install_any(weights, scalars, sinks)
+            return
+        if sinks is not self._sinks:
+            _check_sinks((args.experts, 2 if self._gate_up else 1), self.out.device, *sinks)
+            args.decode, args.digests, args.status = map(_native.pointer, sinks)
+            self._sinks = sinks
+        args.source, args.scalars, args.blocks = address, scalars.data_ptr(), self.out.data_ptr()
+        if scales is not None:
+            args.scales = scales.data_ptr()
+        _native.launch_install(args, scales is None, self.out.device)
+
+    def _arguments(self, weights: QuantizedStack | Tensor, scalars: Tensor) -> _native.InstallArgs | None:
+        """The kernel's arguments, but addresses of weights and sinks."""
+        out, gate_up = _layout(self.out), self._gate_up
+        if isinstance(weights, Tensor):
+            w.check_weight(weights)
+            _, form = _quantized_form(_layout(weights), _layout(_by_part(scalars, weights)), out, gate_up)
+        else:
+            _, form = _packed_form(*map(_layout, weights), out, gate_up)
+        if form is None or not on_hopper(self.out):
+            return None
+        args = _native.InstallArgs.from_buffer_copy(form)
+        args.row_offset, args.k_offset, args.count_global = self.place
+        self._sinks = Sinks()
+        return args
+
+    def _install_any(self, weights: QuantizedStack | Tensor, scalars: Tensor, sinks: Sinks) -> None:
+        arguments = sinks._asdict() | self.place._asdict()
+        with torch.inference_mode():  # what was made in it can only be changed in it
+            if isinstance(weights, Tensor):
+                install_quantized(weights, scalars, self.out, gate_up=self._gate_up, **arguments)
+            else:
+                install_packed(weights, self.out, gate_up=self._gate_up, **arguments)
+
+
+def _form(t: Tensor) -> tuple[object, ...]:
+    return t.shape, t.stride(), t.dtype, t.device
+
+
+def _by_part(amax: Tensor, weight: Tensor) -> Tensor:
+    """amax [E] or [E, P] as [E, P]."""
+    return amax[:, None].expand(weight.shape[:2]) if amax.shape == weight.shape[:1] else amax
 
 
 def _mark(status: Tensor, found: Tensor, bit: int) -> None:

@@ -21,6 +21,7 @@ class Arrivals:
         """Whole fields [E, P, ...] of each section."""
         self.input_scales: list[set[str]] = [set() for _ in unit.sections]
         """Names of the matrices that an activation scale was sent for."""
+        self.has_input_scales = False
         self._device = device
         self._borrowed: list[tuple[int, str]] = []
 
@@ -53,6 +54,7 @@ class Arrivals:
             target, tensor = target.view(torch.uint8), tensor.view(torch.uint8)
         target.copy_(tensor.reshape(target.shape))
         if slot.field == "input":
+            self.has_input_scales = True
             self.input_scales[slot.section].add(section.matrices[expert * section.lead[1] + part].name)
 
     def own(self) -> None:

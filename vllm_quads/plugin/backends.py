@@ -7,6 +7,7 @@ Which one runs where: `backend_choice`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -22,7 +23,7 @@ from vllm_quads.compensation import (
     prepare_experts,
     prepare_matrix,
 )
-from vllm_quads.kernels.install import ShardPlace
+from vllm_quads.kernels.install import ShardPlace, Sinks
 from vllm_quads.kernels.weights import QuantizedStack
 from vllm_quads.nvfp4 import Contract, PackedTensor
 
@@ -95,6 +96,11 @@ class Receipt:
     decode: Tensor
     """float32 of one element a matrix: decode scales."""
 
+    @cached_property
+    def sinks(self) -> Sinks:
+        """The same for `kernels.install`."""
+        return Sinks(self.decode, self.digests, self.status)
+
 
 class ExpertsBackend(Protocol):
     """Multiplies with the experts of one layer."""
@@ -135,6 +141,10 @@ class WeightHolder(Protocol):
 
     def stored(self, prefix: str) -> Tensor:
         """The tensor in which they are kept; its address does not change."""
+
+    def decode_copies(self, w13: Tensor, w2: Tensor, centered: bool) -> list[tuple[Tensor, Tensor]] | None:
+        """All that a `prepare` after `install` would do with decode scales [E, 2] and [E], if that is to copy: targets
+        and sources of one shape. None if it is more."""
 
 
 class LinearBackend(Protocol):

@@ -12,8 +12,8 @@ from vllm_quads.kernels.install import BAD_GLOBAL, BAD_SCALE
 from vllm_quads.nvfp4 import RefitError
 
 _BAD: dict[str, Callable[[Tensor], Tensor]] = {
-    "amax": lambda x: ~torch.isfinite(x),
-    "global": lambda x: ~(torch.isfinite(x) & (x > 0)),
+    "amax": lambda x: ~(x.abs() < torch.inf),
+    "global": lambda x: ~((x > 0) & (x < torch.inf)),
     "scale": lambda x: x >= 0x7F,
     "bad scale": lambda x: x & BAD_SCALE != 0,
     "bad global": lambda x: x & BAD_GLOBAL != 0,
@@ -26,10 +26,11 @@ class Flags:
     """Values on the device, with the error that a bad one among them means."""
 
     def __init__(self) -> None:
-        self._watched: dict[str, list[tuple[Tensor, str]]] = {kind: [] for kind in _BAD}
+        self._watched: dict[str, list[tuple[Tensor, str | Callable[[int], str]]]] = {kind: [] for kind in _BAD}
 
-    def add(self, kind: str, value: Tensor, message: str) -> None:
-        """Watch values [...] of a kind; they must not change before `check`."""
+    def add(self, kind: str, value: Tensor, message: str | Callable[[int], str]) -> None:
+        """Watch values [...] of a kind; they must not change before `check`. message: or what gives it for the index of
+        a bad value."""
         self._watched[kind].append((value, message))
 
     def check(self) -> None:
@@ -38,12 +39,16 @@ class Flags:
         self._watched = {kind: [] for kind in _BAD}
         if not watched:
             return
-        bad = {kind: _BAD[kind](torch.cat([v.flatten() for v, _ in entries])) for kind, entries in watched.items()}
+        bad = {kind: _BAD[kind](_joined([v for v, _ in entries])) for kind, entries in watched.items()}
         found = torch.stack([b.any() for b in bad.values()]).tolist()
         for kind, is_bad in zip(bad, found, strict=True):
             if is_bad:
                 first = int(bad[kind].nonzero()[0, 0])
                 for value, message in watched[kind]:
+                    if first < value.numel():
+                        raise RefitError(message if isinstance(message, str) else message(first))
                     first -= value.numel()
-                    if first < 0:
-                        raise RefitError(message)
+
+
+def _joined(values: list[Tensor]) -> Tensor:
+    return values[0].flatten() if len(values) == 1 else torch.cat([v.flatten() for v in values])

@@ -19,7 +19,7 @@ from torch import Tensor
 from vllm_quads.compensation import SiteState
 from vllm_quads.compensation.experts import prepare_experts
 from vllm_quads.kernels import MoECompensation, PreparedMoE, prepare_moe_weights, quads_moe
-from vllm_quads.kernels.install import ShardPlace, install_packed, install_quantized
+from vllm_quads.kernels.install import Destination, ShardPlace
 from vllm_quads.kernels.layout import by_chunk, unarrange
 from vllm_quads.kernels.linear import LinearCompensation, PreparedLinear, prepare_linear, quads_linear
 from vllm_quads.kernels.statistics import Gathering
@@ -49,6 +49,7 @@ class HopperExperts:
         self._bias13: Tensor | None = None
         self._center13: Tensor | None = None
         self._is_centered = False
+        self._destinations: dict[str, Destination] = {}
 
     def prepare(
         self, w13: Packed, w2: Packed, w13_site: SiteState, w2_site: SiteState, *, centered: bool = True
@@ -56,14 +57,23 @@ class HopperExperts:
         if w13[0].numel():
             self._moe = prepare_moe_weights(*w13, *w2, out=self._moe)
         else:  # what is stored here has been written by `install`
-            assert self._moe is not None
-            self._moe.w13_decode.copy_(w13[2])
-            self._moe.w2_decode.copy_(w2[2][:, None].expand(-1, 2))
-        if centered or self._bias13 is None or self._is_centered:
+            for target, source in self._decode_copies(w13[2], w2[2]):
+                target.copy_(source)
+        if self._has_bias_to_write(centered):
             bias = self._bias(w13_site.center) if centered else self._zero_bias()
             self._bias13 = bias if self._bias13 is None else self._bias13.copy_(bias)
             self._center13 = by_chunk(w13_site.center, self._center13)
             self._is_centered = centered
+
+    def _has_bias_to_write(self, centered: bool) -> bool:
+        return centered or self._bias13 is None or self._is_centered
+
+    def _decode_copies(self, w13: Tensor, w2: Tensor) -> list[tuple[Tensor, Tensor]]:
+        assert self._moe is not None
+        return [(self._moe.w13_decode, w13), (self._moe.w2_decode, w2[:, None].expand(-1, 2))]
+
+    def decode_copies(self, w13: Tensor, w2: Tensor, centered: bool) -> list[tuple[Tensor, Tensor]] | None:
+        return None if self._has_bias_to_write(centered) else self._decode_copies(w13, w2)
 
     def forget(self) -> None:
         self._is_centered = True  # a bias of zeros has to be written, too
@@ -71,13 +81,11 @@ class HopperExperts:
     def install(
         self, prefix: str, weights: QuantizedStack | Tensor, amax: Tensor | None, receipt: Receipt, place: ShardPlace
     ) -> None:
-        out, gate_up, sinks = self.stored(prefix), prefix == "w13_", vars(receipt) | place._asdict()
-        with torch.inference_mode():  # as `prepare` is run
-            if isinstance(weights, Tensor):
-                assert amax is not None
-                install_quantized(weights, amax, out, gate_up=gate_up, **sinks)
-            else:
-                install_packed(weights, out, gate_up=gate_up, **sinks)
+        out = self.stored(prefix)
+        destination = self._destinations.get(prefix)
+        if destination is None or destination.out is not out or destination.place != place:
+            destination = self._destinations[prefix] = Destination(out, gate_up=prefix == "w13_", place=place)
+        destination.install(weights, amax, receipt.sinks)
 
     def packed(self, prefix: str) -> tuple[Tensor, Tensor]:
         return self._read(prefix, slice(None))

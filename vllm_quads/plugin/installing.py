@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from vllm_quads.plugin.config import QuadsConfig
 from vllm_quads.plugin.inventory import Inventory, TensorName
 from vllm_quads.plugin.open_refit import OpenRefit
 from vllm_quads.plugin.refit_checks import check_promised
+from vllm_quads.plugin.runtime import settle_together
 from vllm_quads.refit import Lasting
 
 _FLUSH_BYTES = 256 * 1024**2
@@ -56,16 +56,20 @@ class Installer:
             refit.outstanding.discard(name)
             refit.bytes += tensor.nbytes
             refit.last = name
-            tensor = tensor.detach()
+            if tensor.requires_grad:
+                tensor = tensor.detach()
             in_place = held and tensor.device == self._device
             slot = slots.get(name)
             if slot is not None:
                 unit = slot.unit.name
                 arrivals = refit.arrivals[unit]
-                with nullcontext() if in_place else timer.phase("transfer"):
+                if in_place:
                     arrivals.accept(slot, tensor)
-                    if arrivals.waiting and not held:
-                        arrivals.own()
+                else:
+                    with timer.phase("transfer"):
+                        arrivals.accept(slot, tensor)
+                        if arrivals.waiting and not held:
+                            arrivals.own()
                 if arrivals.waiting == 0:
                     borrowed.pop(unit, None)
                     with refit.writing():
@@ -96,7 +100,7 @@ class Installer:
     def _install(self, refit: OpenRefit, arrivals: Arrivals) -> None:
         """Write one unit, whose tensors have all arrived."""
         unit, loader, timer, flags = arrivals.unit, arrivals.unit.runtime.loader, refit.timer, refit.flags
-        receipts = refit.receipts[unit.name]
+        receipts, holder = refit.receipts[unit.name], unit.holder
         amax = None
         if arrivals.is_float:
             with timer.phase("validate"):
@@ -104,12 +108,11 @@ class Installer:
                 flags.add("amax", amax, f"{unit.name}: holds NaN or Inf; the trainer has diverged")
                 frozen = loader.frozen_amax(unit.matrices)
                 amax = amax if frozen is None else frozen.to(amax.device).reshape(amax.shape)
-        elif self._looks_first(refit) or unit.holder is None:
+        elif self._looks_first(refit) or holder is None:  # a holder looks while it writes
             with timer.phase("validate"):
                 unit.watch(arrivals.fields, flags)
-        else:
-            unit.watch_written(receipts, flags)
-        unit.watch_input_scales(arrivals.fields, arrivals.input_scales, flags)
+        if arrivals.has_input_scales:
+            unit.watch_input_scales(arrivals.fields, arrivals.input_scales, flags)
         self._before_writing(refit)
         if unit.key not in refit.loaders:
             refit.loaders[unit.key] = loader.remember()
@@ -120,12 +123,13 @@ class Installer:
         if amax is None:
             refit.kinds.add("packed")
             with timer.phase("install"):
-                unit.write_packed(arrivals.fields, receipts)
+                unit.write_packed(arrivals.fields, receipts, holder)
         else:
             refit.kinds.add("bf16")
             with timer.phase("quantize"):
-                unit.write_quantized(arrivals.fields, amax, receipts)
-        unit.write_input_scales(arrivals.fields, arrivals.input_scales)
+                unit.write_quantized(arrivals.fields, amax, receipts, holder)
+        if arrivals.has_input_scales:
+            unit.write_input_scales(arrivals.fields, arrivals.input_scales)
         refit.units_left[unit.key] -= 1
         if refit.units_left[unit.key] == 0:
             loader.replaced()
@@ -135,8 +139,7 @@ class Installer:
         """What is derived from layers that are complete. After the installs, which keep the device busy meanwhile."""
         if refit.unsettled:
             with refit.timer.phase("derive"):
-                for runtime in refit.unsettled:
-                    runtime.settle_for_graphs()
+                settle_together(refit.unsettled)
             refit.unsettled.clear()
 
     # -- not quantized ---------------------------------------------------------------------------------------------
@@ -187,11 +190,13 @@ def _timed(refit: OpenRefit, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[
     iterator = iter(tensors)
     passive = isinstance(tensors, Sequence) or (isinstance(tensors, Lasting) and tensors.passive)
     while True:
-        if not passive:
+        if passive:
+            item = next(iterator, None)
+        else:
             refit.timer.rest()
-        start = time.perf_counter()
-        item = next(iterator, None)
-        refit.timer.add("transfer", time.perf_counter() - start)
+            start = time.perf_counter()
+            item = next(iterator, None)
+            refit.timer.add("transfer", time.perf_counter() - start)
         if refit.ended:  # by the sender, or by another thread
             raise RefitError(refit.ended)
         if item is None:

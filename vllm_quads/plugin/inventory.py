@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -15,6 +15,7 @@ from vllm_quads.nvfp4 import BLOCK_SIZE, RefitError, canonical_name, expand, uni
 from vllm_quads.nvfp4.names import is_expert_stack
 from vllm_quads.plugin import compat
 from vllm_quads.plugin.config import QuadsConfig, expert_shapes
+from vllm_quads.plugin.flags import Flags
 from vllm_quads.plugin.linear import full_rows
 from vllm_quads.plugin.loading import FLOATS, Role
 from vllm_quads.plugin.runtime import LayerRuntime
@@ -156,6 +157,12 @@ class Inventory:
                 seen.update(plain[name])
         self._check_complete(arrived, seen)
         return Plan(slots, plain)
+
+    def watch_written(self, status: Tensor, flags: Flags) -> None:
+        """Look for damage that was found in the units, int32 [units], while they were written."""
+        names = [unit.name for unit in self.units]
+        flags.add("bad scale", status, lambda i: f"{names[i]}.weight_scale: holds NaN or negative block scales")
+        flags.add("bad global", status, lambda i: f"{names[i]}.weight_scale_2: expected finite, positive scales")
 
     # -- quantized weights ---------------------------------------------------------------------------------------
 

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +46,8 @@ class OpenRefit:
     """Of every matrix of this rank (`DigestTable`)."""
     receipts: Mapping[str, list[Receipt]]
     """Unit name -> what writing each of its sections leaves behind."""
+    status: Tensor
+    """int32 [units]: what a `WeightHolder` has found while it wrote (`kernels.install`)."""
     flags: Flags = field(default_factory=Flags)
     loaders: dict[str, Any] = field(default_factory=dict)
     """Layer -> what its loader remembers of the time before."""
@@ -67,10 +68,24 @@ class OpenRefit:
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Held while something is written and while the refit ends: another thread may abort it."""
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Keeps the refit from ending meanwhile. Raises RefitError if it has ended."""
-        with self.lock:
-            if self.ended:
-                raise RefitError(self.ended)
-            yield
+    def writing(self) -> _Writing:
+        """A context that keeps the refit from ending meanwhile. Raises RefitError if it has ended."""
+        return _Writing(self)
+
+
+class _Writing:
+    """See `OpenRefit.writing`, which is asked for every unit: a generator would cost several times as much."""
+
+    __slots__ = ("_refit",)
+
+    def __init__(self, refit: OpenRefit) -> None:
+        self._refit = refit
+
+    def __enter__(self) -> None:
+        self._refit.lock.acquire()
+        if self._refit.ended:
+            self._refit.lock.release()
+            raise RefitError(self._refit.ended)
+
+    def __exit__(self, *_: object) -> None:
+        self._refit.lock.release()

@@ -6,8 +6,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
+
+_GOES_ON = contextlib.nullcontext()
+"""A phase of the device ends where another one begins, not where the host leaves it."""
 
 
 class PhaseTimer:
@@ -32,19 +36,21 @@ class PhaseTimer:
             self.rest()
             self._stream = torch.cuda.current_stream(self._device)
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[object]:
         """Time what is done, or enqueued on the stream, inside."""
         if self._stream is None:
-            start = time.perf_counter()
-            try:
-                yield
-            finally:
-                self.add(name, time.perf_counter() - start)
-            return
+            return self._on_host(name)
         if self._open is None or self._open[0] != name:
             self._open = (name, self._ended())
-        yield
+        return _GOES_ON
+
+    @contextlib.contextmanager
+    def _on_host(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - start)
 
     def rest(self) -> None:
         """What is enqueued from now on belongs to no phase."""

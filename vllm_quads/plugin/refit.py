@@ -225,6 +225,7 @@ class RefitSession:
             undo=self._undo if keeps else None,
             digests=digests,
             receipts=self._table.receipts(digests, status),
+            status=status,
         )
         timer.add("validate", time.perf_counter() - reserved + validated - start)
         timer.add("undo", reserved - validated)
@@ -260,6 +261,7 @@ class RefitSession:
         if refit.outstanding:
             missing = next(n for n in refit.manifest.tensors if n in refit.outstanding)
             raise RefitError(f"{missing}: was promised by the manifest but never sent")
+        self._inventory.watch_written(refit.status, refit.flags)
         refit.flags.check()
         self._absorb()
         sensitivities = dict(refit.manifest.compensation)

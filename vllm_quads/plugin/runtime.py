@@ -9,7 +9,7 @@ they change only at a refit or by an explicit call.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,8 +212,24 @@ class LayerRuntime(nn.Module):
 
     def settle_for_graphs(self) -> None:
         """After a change: rebuild at once where captured CUDA graphs replay without running Python."""
-        if self._derived_from is not None and next(iter(self._buffers.values())).is_cuda:  # type: ignore[union-attr]
+        if self.follows_in_graphs:
             self.settle()
+
+    @property
+    def follows_in_graphs(self) -> bool:
+        """True once there are derived operands that captured CUDA graphs may read."""
+        return self._derived_from is not None and next(iter(self._buffers.values())).is_cuda  # type: ignore[union-attr]
+
+    def copies_to_settle(self) -> list[tuple[Tensor, Tensor]] | None:
+        """Targets and sources of copies, if these are all that `settle_for_graphs` would do; else None.
+
+        Whoever has made them calls `settled`.
+        """
+        return None
+
+    def settled(self) -> None:
+        """The derived operands are those of the parameters and of the state as they are."""
+        self._derived_from = (self.loader.version, self._state_version)
 
     def _prepare(self) -> None:
         raise NotImplementedError
@@ -241,8 +257,9 @@ class ExpertsRuntime(LayerRuntime):
         super().__init__(config, layer, loader, [w13, w2])
         self.w13, self.w2 = w13, w2
         self.backend = make_experts_backend(torch.get_default_device())
-        if isinstance(self.backend, WeightHolder):
-            loader.storage.kept_elsewhere = self.backend.packed
+        self._holder = self.backend if isinstance(self.backend, WeightHolder) else None
+        if self._holder is not None:
+            loader.storage.kept_elsewhere = self._holder.packed
 
     def _stored(self, prefix: str) -> tuple[Tensor, Tensor, Tensor]:
         """Codes, block scales and global scales as they are in the parameters: the first two are empty if the backend
@@ -268,6 +285,13 @@ class ExpertsRuntime(LayerRuntime):
         self.backend.prepare(self._stored("w13"), self._stored("w2"), w13, w2, centered=self.centered())
         if self.loader.is_open and isinstance(self.backend, WeightHolder):
             self.loader.storage.close()
+
+    def copies_to_settle(self) -> list[tuple[Tensor, Tensor]] | None:
+        if not self.follows_in_graphs or self._memory_lost or self.loader.is_open or self._holder is None:
+            return None
+        self.loader.check_settled()
+        layer, centered = self.layer, self.centered()
+        return self._holder.decode_copies(layer.w13_weight_scale_2.data, layer.w2_weight_scale_2.data, centered)
 
     def hand_over(self) -> None:
         """After loading: give the weights to a backend that keeps them, and free the parameters.
@@ -370,6 +394,26 @@ class LinearRuntime(LayerRuntime):
         share = torch.ones(stack.codes.shape[0], dtype=torch.float64, device=stack.codes.device)
         g = self.static_scale(self.layer.input_scale.data, shared=True)
         return {self.site.name: SiteInputs(statistics, stack, share, False, g)}
+
+
+def settle_together(runtimes: Iterable[LayerRuntime]) -> None:
+    """`settle_for_graphs` of many layers, with a few launches instead of a few a layer where that is possible."""
+    waiting: list[LayerRuntime] = []
+    copies: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
+    for runtime in runtimes:
+        own = runtime.copies_to_settle()
+        if own is None:
+            runtime.settle_for_graphs()
+            continue
+        waiting.append(runtime)
+        for pair in own:
+            copies.setdefault(pair[0].shape, []).append(pair)
+    with torch.inference_mode():  # see `settle`
+        for pairs in copies.values():
+            sources = torch.stack([source for _, source in pairs])
+            torch._foreach_copy_([target for target, _ in pairs], list(sources.unbind()))
+    for runtime in waiting:
+        runtime.settled()
 
 
 def _stack(parts: list[PackedTensor], name: str) -> PackedTensor:

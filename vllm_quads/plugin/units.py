@@ -8,7 +8,7 @@ or, where parts differ in rows, in one section [1, 1] each. Every rank gets whol
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -79,6 +79,13 @@ class Section:
         start, length = (x // _UNITS_PER_K[field] for x in self.first.local_k)
         return tensor.narrow(-2, *self.first.local_n).narrow(-1, start, length)
 
+    def packed(self, fields: Mapping[str, Tensor]) -> QuantizedStack:
+        """This rank's part of whole packed fields."""
+        stack = QuantizedStack(fields["codes"], fields["scales"], fields["global"])
+        if self.is_whole:
+            return stack
+        return QuantizedStack(*(self.shard(field, t) for field, t in zip(PACKED_FIELDS, stack, strict=True)))
+
 
 class Unit:
     """One unit of a quantized layer on this rank."""
@@ -130,26 +137,30 @@ class Unit:
             )
         return out
 
-    def write_packed(self, fields: Sequence[dict[str, Tensor]], receipts: Sequence[Receipt]) -> None:
+    def write_packed(
+        self, fields: Sequence[dict[str, Tensor]], receipts: Sequence[Receipt], holder: WeightHolder | None
+    ) -> None:
         """Write whole packed fields of each section; its receipt gets the digests of what was written."""
-        shards = [
-            QuantizedStack(*(s.shard(field, arrived[field]) for field in PACKED_FIELDS))
-            for s, arrived in zip(self.sections, fields, strict=True)
-        ]
-        holder = self.holder
         if holder is not None:
-            holder.install(self.prefix, shards[0], None, receipts[0], self.sections[0].place)
+            section = self.sections[0]
+            holder.install(self.prefix, section.packed(fields[0]), None, receipts[0], section.place)
             return
-        for section, shard, kept, receipt in zip(self.sections, shards, self.stored(), receipts, strict=True):
+        for section, arrived, kept, receipt in zip(self.sections, fields, self.stored(), receipts, strict=True):
+            shard = section.packed(arrived)
             for source, target in zip(shard, kept, strict=True):
                 if source.dtype == torch.float8_e4m3fn:  # it has few kernels
                     source, target = source.view(torch.uint8), target.view(torch.uint8)
                 target.copy_(source)
             section.digest(kept, receipt.digests)
 
-    def write_quantized(self, fields: Sequence[dict[str, Tensor]], amax: Tensor, receipts: Sequence[Receipt]) -> None:
+    def write_quantized(
+        self,
+        fields: Sequence[dict[str, Tensor]],
+        amax: Tensor,
+        receipts: Sequence[Receipt],
+        holder: WeightHolder | None,
+    ) -> None:
         """Quantize whole float weights of each section with amax [E, P]; its receipt gets the digests of the result."""
-        holder = self.holder
         if holder is not None:
             section = self.sections[0]
             holder.install(self.prefix, section.shard("float", fields[0]["float"]), amax, receipts[0], section.place)
@@ -203,12 +214,6 @@ class Unit:
             flags.add("scale", scales, f"{self.name}.weight_scale: holds NaN or negative block scales")
             scalars = arrived["global"].clone()  # the sender may overwrite its memory before the check
             flags.add("global", scalars, f"{self.name}.weight_scale_2: expected finite, positive scales")
-
-    def watch_written(self, receipts: Sequence[Receipt], flags: Flags) -> None:
-        """Look for damage in what a holder finds while it writes packed fields."""
-        for receipt in receipts:
-            flags.add("bad scale", receipt.status, f"{self.name}.weight_scale: holds NaN or negative block scales")
-            flags.add("bad global", receipt.status, f"{self.name}.weight_scale_2: expected finite, positive scales")
 
     def _param(self, role: Role) -> Tensor:
         param: Tensor = getattr(self.runtime.layer, self.prefix + role.value).data
