@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from typer.testing import CliRunner
 from vllm_quads.checkpoint import detect, quantize_checkpoint
 from vllm_quads.cli.app import app
 from vllm_quads.cli.options import parse_options
+from vllm_quads.cli.run import check_writable
 from vllm_quads.compensation import CompensationState
 from vllm_quads.nvfp4 import Contract
 
@@ -356,5 +359,21 @@ def test_measurements_ask_for_their_folder_first(command: str, tmp_path: Path) -
         code=2,
     )
     assert json.loads(result.stdout)["error"]["message"] == (
-        f"--out: {tmp_path / 'file'} is not a directory that can be written to"
+        f"--out: {tmp_path / 'file'} is not a directory that can be written to (Not a directory)"
     )
+
+
+def test_a_folder_that_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that refuses, whatever its permissions say, is noticed before anything is measured; what is asked
+    leaves nothing behind, no folder either."""
+
+    def refused(dir: Path) -> None:
+        assert dir == tmp_path
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    check_writable("--out", tmp_path / "a" / "b")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    result = quads("bench", "moe", "--out", tmp_path / "a" / "b", "--json", code=2)
+    message = json.loads(result.stdout)["error"]["message"]
+    assert message == f"--out: {tmp_path} is not a directory that can be written to (Read-only file system)"

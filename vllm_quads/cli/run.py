@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -76,8 +77,12 @@ def _show_warning(
 def check_writable(option: str, folder: Path) -> None:
     """That a folder can be made and written to: asked before minutes of work, not after."""
     there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise typer.BadParameter(f"{option}: {there} is not a directory that can be written to")
+    try:
+        with tempfile.TemporaryFile(dir=there):  # permissions alone do not tell, least of all a superuser
+            pass
+    except OSError as e:
+        message = f"{option}: {there} is not a directory that can be written to ({e.strerror})"
+        raise typer.BadParameter(message) from e
 
 
 def print_json(data: dict[str, Any]) -> None:
