@@ -59,6 +59,13 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
+def seconds_of(work: Callable[[], Any]) -> float:
+    """Seconds until it returns, which may be before the device is done."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
 def copy_bandwidth() -> float:
     """Bytes per second at which one buffer of 1 GiB is copied to another (each byte counted once)."""
     a = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
@@ -287,16 +294,16 @@ def install_only(llm: Any, sync: Any, bandwidth: float, experts: int, packed_byt
         ready = list(stream.tensors())
         stacks = [x for x in ready if ".experts." in x[0]]
         rest = [x for x in ready if ".experts." not in x[0]]
-        for repeat in range(3):
+        for repeat in range(5):
             version = rollout.policy_version() + 1
             rollout.begin(
                 Manifest(payload.contract, payload.quantized, stream.specs(), version, rollback=Rollback.NONE)
             )
-            _, seconds = timed(lambda: rollout.load(Lasting(stacks)))
+            host, seconds = timed(lambda: seconds_of(lambda: rollout.load(Lasting(stacks))))
             _, rest_seconds = timed(lambda: rollout.load(Lasting(rest, resident=True)))
             report, commit_seconds = timed(rollout.commit)
             say(event="install", packed=packed, repeat=repeat, experts=seconds, ratio=seconds / floor,
-                rest=rest_seconds, commit=commit_seconds, **dict(report.seconds))  # fmt: skip
+                host=host, rest=rest_seconds, commit=commit_seconds, **dict(report.seconds))  # fmt: skip
 
     install(False, experts / bandwidth)
     install(True, packed_bytes / bandwidth)
