@@ -346,18 +346,6 @@ def free_port() -> int:
     return int(get_open_port())
 
 
-def gather_over_ranks(value: Any) -> list[Any]:
-    """The values of all workers of an engine without data parallelism, in rank order. A collective."""
-    from vllm.distributed.parallel_state import get_world_group
-
-    group = get_world_group()
-    if group.world_size == 1:
-        return [value]
-    values: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
-    return values
-
-
 def has_running_requests(llm: Any) -> bool:
     """True if a request of this in-process `LLM` is being computed (not merely queued)."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler

@@ -291,7 +291,7 @@ class QuadsTransferEngine(WeightTransferEngine):
         self._state = state
 
     def _commit(self, digests: Mapping[str, int] | None = None) -> None:
-        failures = compat.gather_over_ranks(self._failure)
+        failures = compat.gather(self._failure)
         first = next(((rank, text) for rank, text in enumerate(failures) if text is not None), None)
         if first is not None:
             if self._failure is None:
