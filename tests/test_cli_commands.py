@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import checkpoint_models as models
 import pytest
@@ -251,6 +252,38 @@ def test_calibrate(tmp_path: Path) -> None:
     assert "not calibrated" not in quads("inspect", tmp_path / "q").stdout
     scale = models.read(tmp_path / "q")["model.layers.0.block_sparse_moe.experts.0.w1.input_scale"]
     assert 1e-5 < scale < 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "says", "code"),
+    [
+        (lambda dst: (dst / "other").mkdir(parents=True), "exists and is not empty", 1),
+        (lambda dst: dst.touch(), "is a file", 1),
+        (lambda dst: None, "no weight", 1),
+        (lambda dst: None, "cannot store it", 1),
+        (lambda dst: dst.parent.rmdir() or dst.parent.touch(), "not a directory that can be written to", 2),
+    ],
+    ids=["in the way", "a file", "nothing matches", "format", "unwritable"],
+)
+def test_what_is_in_the_way_is_said_before_the_calibration(
+    bf16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, says: str, code: int
+) -> None:
+    """--calibrate takes minutes: what headers and options tell is told before."""
+    from vllm_quads.cli import calibration
+
+    monkeypatch.setattr(calibration, "calibrate_checkpoint", Mock(side_effect=AssertionError("calibrated")))
+    (tmp_path / "in").mkdir()
+    change(tmp_path / "in" / "dst")
+    options = {
+        "no weight": ["-o", "targets=*.x"],
+        "cannot store it": ["-o", "compensation.ratio=0.5", "--format", "modelopt"],
+    }
+    prompts = tmp_path / "prompts.txt"
+    prompts.touch()
+    result = quads(
+        "quantize", bf16, tmp_path / "in" / "dst", "--calibrate", prompts, *options.get(says, []), "--json", code=code
+    )
+    assert says in json.loads(result.stdout)["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from torch import Tensor
 from vllm_quads.checkpoint.disk_names import check_stack, is_stack, unstack
 from vllm_quads.checkpoint.info import CheckpointInfo, describe_reader
 from vllm_quads.checkpoint.layouts import Format
+from vllm_quads.checkpoint.quant_configs import check_storable
 from vllm_quads.checkpoint.reader import CheckpointReader
 from vllm_quads.checkpoint.verify import header_problems
-from vllm_quads.checkpoint.writer import DEFAULT_SHARD_BYTES, CheckpointWriter
+from vllm_quads.checkpoint.writer import DEFAULT_SHARD_BYTES, CheckpointWriter, require_free
 from vllm_quads.compensation.state import CompensationState
 from vllm_quads.nvfp4.contract import ActivationGlobalScale, Contract, QuantizedSet, Scheme
 from vllm_quads.nvfp4.errors import CheckpointError, ContractError, FormatError
@@ -115,6 +116,18 @@ def quantize_checkpoint(
         bytes_after=after,
         seconds=time.perf_counter() - start,
     )
+
+
+def check_quantizable(
+    src: str | Path, dst: str | Path, format: Format | str, contract: Contract, *, overwrite: bool = False
+) -> None:
+    """Raise what `quantize_checkpoint` would, as far as headers and options tell: before a calibration, not after."""
+    _require_apart(Path(src), Path(dst))
+    check_storable(contract, Format(format))
+    with CheckpointReader(src) as reader:
+        info = _bf16_source(reader)
+        contract.resolve(info.weights, info.num_layers)
+    require_free(Path(dst), overwrite=overwrite)
 
 
 def _require_apart(src: Path, dst: Path) -> None:

@@ -50,6 +50,27 @@ CHAT_TEMPLATES = "additional_chat_templates"
 _OWN_FILES = (CONFIG, HF_QUANT_CONFIG)
 
 
+def require_free(dst: Path, *, overwrite: bool) -> None:
+    """Raise CheckpointError if something is at `dst` that may not be replaced."""
+    target = dst.resolve()
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise CheckpointError(f"{dst}: is a file; choose a directory that does not exist yet")
+    if not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise CheckpointError(
+            f"{dst}: exists and is not empty; choose another directory, or replace the checkpoint in it with "
+            f"`overwrite` (--overwrite)"
+        )
+    if not (target / CONFIG).is_file():
+        raise CheckpointError(
+            f"{dst}: is not empty and holds no {CONFIG}, so it is no checkpoint and is not overwritten; "
+            f"choose another directory or remove it yourself"
+        )
+
+
 class CheckpointWriter:
     """Writes one checkpoint; see the module docstring. Names may be canonical, on-disk, or fused 3-D stacks."""
 
@@ -93,7 +114,7 @@ class CheckpointWriter:
         with writing(self.dst):
             if self._replaced.exists() and not self._target.exists():  # a run died between the renames of `_publish`
                 self._replaced.rename(self._target)
-            self._check_target()
+            require_free(self.dst, overwrite=overwrite)
             self._lock = self._claim()
         self._shard: dict[str, Tensor] = {}
         self._shard_bytes = 0
@@ -107,24 +128,6 @@ class CheckpointWriter:
     @property
     def _replaced(self) -> Path:
         return self._target.parent / f".{self._target.name}.replaced"
-
-    def _check_target(self) -> None:
-        if not self._target.exists():
-            return
-        if not self._target.is_dir():
-            raise CheckpointError(f"{self.dst}: is a file; choose a directory that does not exist yet")
-        if not any(self._target.iterdir()):
-            return
-        if not self._overwrite:
-            raise CheckpointError(
-                f"{self.dst}: exists and is not empty; choose another directory, or replace the checkpoint in it with "
-                f"`overwrite` (--overwrite)"
-            )
-        if not (self._target / CONFIG).is_file():
-            raise CheckpointError(
-                f"{self.dst}: is not empty and holds no {CONFIG}, so it is no checkpoint and is not overwritten; "
-                f"choose another directory or remove it yourself"
-            )
 
     def _claim(self) -> int:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -259,7 +262,7 @@ class CheckpointWriter:
     def _publish(self) -> None:
         old = self._replaced
         shutil.rmtree(old, ignore_errors=True)
-        self._check_target()  # the run took a while
+        require_free(self.dst, overwrite=self._overwrite)  # the run took a while
         if self._target.exists() and any(self._target.iterdir()):
             self._target.rename(old)
         try:

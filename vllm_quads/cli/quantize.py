@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vllm_quads.cli.options import parse_options
-from vllm_quads.cli.run import Json, print_json, progress, reporting
+from vllm_quads.cli.run import Json, check_writable, print_json, progress, reporting
 
 if TYPE_CHECKING:
     from vllm_quads.checkpoint import QuantizeReport
@@ -67,11 +67,14 @@ def quantize(
         device = _device(device)
         from vllm_quads.checkpoint import quantize_checkpoint
         from vllm_quads.checkpoint.calibrated import missing_calibration
+        from vllm_quads.checkpoint.quantize import check_quantizable
         from vllm_quads.nvfp4 import Contract
 
         contract = Contract().merged(options)
         compensation, input_scales = None, None
         if calibrate is not None:
+            check_quantizable(src, dst, format.value, contract, overwrite=overwrite)
+            check_writable("DST", dst.absolute().parent)
             sizes = {"prompts": calibration_prompts, "tokens": calibration_tokens}
             compensation, input_scales = _calibrated(src, contract, calibrate, device, **sizes)
         with progress("quantizing") as update:
