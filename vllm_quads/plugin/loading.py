@@ -132,8 +132,10 @@ class PackedLoader:
         else:
             unit = 2 if what == "codes" else BLOCK_SIZE
             target = Role.WEIGHT if what == "codes" else Role.BLOCK_SCALE
-            shard = tensor.narrow(0, *matrix.local_n).narrow(1, matrix.local_k[0] // unit, matrix.local_k[1] // unit)
-            self.storage.write(matrix, target, shard)
+            if not matrix.is_whole:
+                start, length = matrix.local_k
+                tensor = tensor.narrow(0, *matrix.local_n).narrow(1, start // unit, length // unit)
+            self.storage.write(matrix, target, tensor)
         if what == "input":
             return
         status.fields.add(what)

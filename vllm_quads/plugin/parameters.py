@@ -71,6 +71,11 @@ class Matrix:
     counted: bool = True
     """False if another rank has the same shard, and counts it where digests are added up over ranks."""
 
+    @property
+    def is_whole(self) -> bool:
+        """True if the local shard is the whole matrix."""
+        return self.local_n[1] == self.n and self.local_k[1] == self.k
+
 
 def add_parameters(
     layer: nn.Module,
