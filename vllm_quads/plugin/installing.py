@@ -17,6 +17,7 @@ from torch import Tensor
 from vllm_quads.nvfp4 import RefitError
 from vllm_quads.plugin.arrivals import Arrivals
 from vllm_quads.plugin.config import QuadsConfig
+from vllm_quads.plugin.direct import DirectCopies
 from vllm_quads.plugin.inventory import Inventory, TensorName
 from vllm_quads.plugin.open_refit import OpenRefit
 from vllm_quads.plugin.refit_checks import check_promised
@@ -24,7 +25,7 @@ from vllm_quads.plugin.runtime import settle_together
 from vllm_quads.refit import Lasting
 
 _FLUSH_BYTES = 256 * 1024**2
-"""Weights that are not quantized are handed to vLLM's loaders whenever this much memory is held for them."""
+"""Weights that are not quantized are written whenever this much memory is held for them."""
 
 
 class Installer:
@@ -38,6 +39,7 @@ class Installer:
         self._inventory = inventory
         self._device = device
         self._disk_names: dict[str, str] = {}
+        self._direct: DirectCopies | None = None
 
     def receive(self, refit: OpenRefit, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Take whole tensors, and install every unit that they complete.
@@ -145,7 +147,7 @@ class Installer:
     # -- not quantized ---------------------------------------------------------------------------------------------
 
     def _load_plain(self, refit: OpenRefit, tensors: list[tuple[str, Tensor]]) -> None:
-        """Let vLLM's own loaders write what is not quantized."""
+        """Write what is not quantized: as vLLM's own loaders do, or by them."""
         model = self._model()
         if not tensors or model is None:
             return
@@ -162,8 +164,13 @@ class Installer:
                     for key in refit.plan.plain[name]:
                         parameter = self._inventory.owners[key]
                         refit.undo.save(f"parameter {id(parameter)}", parameter.data)
-        with refit.timer.phase("install"), self._device:
-            model.load_weights((self._disk_name(name), tensor) for name, tensor in tensors)
+        if self._direct is None:
+            self._direct = DirectCopies(model)
+        with refit.timer.phase("install"):
+            left = self._direct.copy(tensors)
+            if left:
+                with self._device, self._direct.watching(left):
+                    model.load_weights((self._disk_name(name), tensor) for name, tensor in left)
 
     def _disk_name(self, name: str) -> str:
         """How vLLM's loaders call a tensor."""
