@@ -90,17 +90,23 @@ class WeightQuantizer:
         NaN or Inf, on a GPU later (`trainer_qat.finite`).
         """
         if self.state.cache_mode() is CacheMode.PACKED and not _sharded(self.sources(weight)):
-            return self.kept(weight)[0]
+            packed, amax = self.kept(weight)
+            _watch(amax, self.name)
+            return packed
         with torch.inference_mode(False), torch.no_grad():
             return kernels.quantize_stack(weight.detach(), self.amax(weight)).packed(self.name)
 
     def kept(self, weight: Tensor) -> tuple[PackedTensor, Tensor]:
-        """`packed` of a weight that has a packed cache, and a float32 amax [...] that is NaN or Inf if the weight is
-        not finite: its own and its siblings', or on a CPU (where that is refused at once) the one of its scale."""
+        """What the packed cache holds of the weight as it is now, and an amax float32 [...].
+
+        On a GPU the amax is the weight's own and its siblings', NaN or Inf if one of them is not finite: for the caller
+        to look at. On a CPU, where that raises FormatError at once, it is the one of the scale.
+        """
         with torch.inference_mode(False), torch.no_grad():
             sources = self.sources(weight)
             if KeptQuantization.available(weight):
-                kept = kept_on_device(self.cache, sources, self.frozen, self.name, dense=False, whole=True)
+                frozen = None if self.frozen is None else self.frozen.to(weight.device)
+                kept, _ = self.cache.on_device(sources, frozen, dense=False, whole=True)
                 assert kept.packed is not None
                 return kept.packed.packed(self.name), kept.amax
             amax, value = self._kept_by_reference(sources, CacheMode.PACKED)
@@ -175,7 +181,7 @@ def kept_on_device(
     """The quantization that a cache keeps of sources[0] on a GPU, as it is now; NaN and Inf are watched for."""
     frozen = None if frozen is None else frozen.to(sources[0].device)
     kept, _ = cache.on_device(sources, frozen, dense=dense, whole=whole)
-    _watch(kept, name)
+    _watch(kept.amax, name)
     return kept
 
 
@@ -187,16 +193,16 @@ def dequantized_on_device(
     frozen = None if frozen is None else frozen.to(weight.device)
     values = torch.empty_like(weight, memory_format=torch.contiguous_format)
     kept, written = cache.on_device(sources, frozen, dense=False, whole=whole, values=values)
-    _watch(kept, name)
+    _watch(kept.amax, name)
     assert kept.packed is not None
     return kept.amax, values if written else kernels.dequantize_stack(kept.packed, out=values)
 
 
-def _watch(kept: KeptQuantization, name: str) -> None:
-    if kept.amax.is_cuda:
-        WATCH.add(name, kept.amax)
+def _watch(amax: Tensor, name: str) -> None:
+    if amax.is_cuda:
+        WATCH.add(name, amax)
     else:
-        weight_amax(kept.amax[..., None, None], name)
+        weight_amax(amax[..., None, None], name)
 
 
 @torch.library.custom_op("quads::cached_weight", mutates_args=())
