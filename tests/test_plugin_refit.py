@@ -91,6 +91,23 @@ def test_two_pushes_are_bit_equal(serving: Any, other: Path, expected: Any) -> N
     assert scores(serving) == first == expected[other][0]
 
 
+def test_later_pushes_need_no_loaders(
+    serving: Any, other: Path, tiny_qwen3_moe: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not quantized is loaded by vLLM once; later pushes copy it to the same places: same log-probs."""
+    push(serving, tensors_of(other), expected[other][1])
+
+    def refused(self: Any, weights: Any) -> None:
+        raise AssertionError(f"asked for {[n for n, _ in weights]}")
+
+    model_class = serving.apply_model(type)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(model_class, "load_weights", refused)
+        for path in (tiny_qwen3_moe, other):
+            push(serving, tensors_of(path), expected[path][1])
+            assert scores(serving) == expected[path][0]
+
+
 def test_push_resets_the_prefix_cache(serving: Any, other: Path, expected: Any) -> None:
     """Key/value blocks of the old policy are not reused (vLLM does not reset them by itself)."""
     prompt = [11 + i % 50 for i in range(70)]
