@@ -80,8 +80,7 @@ class DirectCopies:
     def copy(self, tensors: Sequence[Named]) -> list[Named]:
         """Copy the tensors of which it is known how; returns the others, for the loaders, in `watching`."""
         left: list[Named] = []
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
+        pairs: dict[torch.dtype | None, list[tuple[Tensor, Tensor]]] = {}
         for name, tensor in tensors:
             known = self._known.get(name)
             if known is not None and not (known.fits(tensor) and all(map(self._is_in_place, known.copies))):
@@ -91,10 +90,12 @@ class DirectCopies:
                 left.append((name, tensor))
                 continue
             for copy in known.copies:
-                targets.append(copy.target)
-                sources.append(copy.source(tensor))
-        if targets:
-            torch._foreach_copy_(targets, sources)
+                source = copy.source(tensor)
+                pairs.setdefault(tensor.dtype if source.is_contiguous() else None, []).append((copy.target, source))
+        for target, source in pairs.pop(None, ()):
+            target.copy_(source)
+        for alike in pairs.values():  # which a GPU does with a few kernels
+            torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike])
         return left
 
     @contextlib.contextmanager
