@@ -89,6 +89,8 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--out", type=Path, default=Path("quads-bench"))
     options = parser.parse_args()
+    if not event(lines(options.directory / "refit-quads.jsonl"), "floor"):
+        parser.error(f"{options.directory} holds no refit-quads.jsonl of a run that has measured anything")
     result = result_of(options.directory)
     path = result.save(options.out / f"{result.stem}.json")
     plot(result, path.with_suffix(".png"))
