@@ -264,7 +264,7 @@ def test_one_destination_for_many_refits(device: str, gate_up: bool) -> None:
     shared = amax.cpu()[:, None].expand(2, parts).contiguous()
     gaps = torch.zeros(2, parts, 60, 32, dtype=torch.uint8, device=device)[:, :, :48]
     kept = install.Sinks()
-    for number, case in enumerate(("first", "same sinks", "other", "gaps", "odd", "float", "float by part", "again")):
+    for number, case in enumerate(("first", "same sinks", "gaps", "stack", "odd", "float", "float by part", "again")):
         weight: Any = moved(want := random_packed(2, parts, 48, 64, seed=number), device)
         own_amax = None
         if case == "gaps":
@@ -272,6 +272,10 @@ def test_one_destination_for_many_refits(device: str, gate_up: bool) -> None:
         elif case == "odd":
             room = torch.empty(weight.codes.numel() + 1, dtype=torch.uint8, device=device)
             weight = weight._replace(codes=room[1:].view(weight.codes.shape).copy_(weight.codes))
+        elif case == "stack":
+            codes, raw = weight.codes.flatten(1, 2), weight.block_scales.view(torch.uint8).flatten(1, 2)
+            scalars = weight.decode_scale if gate_up else weight.decode_scale[:, 0]
+            weight = QuantizedStack(codes, raw.view(torch.float8_e4m3fn), scalars)
         elif case.startswith("float"):
             want, weight = PackedTensor.quantize(floats, amax=shared), floats.to(device)
             own_amax = amax if case == "float" else shared.to(device)
@@ -285,6 +289,8 @@ def test_one_destination_for_many_refits(device: str, gate_up: bool) -> None:
     packed = moved(random_packed(2, parts, 48, 64), device)
     with pytest.raises(FormatError, match="do not belong together"):
         destination.install(packed._replace(decode_scale=torch.ones(3, device=device)), None, kept)
+    with pytest.raises(FormatError, match="do not belong together"):
+        destination.install(packed._replace(block_scales=packed.block_scales[:, :, :40]), None, kept)
     with pytest.raises(FormatError, match="digests: is torch.int64"):
         destination.install(packed, None, install.Sinks(digests=sinks.digests[:1].repeat(9)))
 

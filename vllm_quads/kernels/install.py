@@ -155,14 +155,19 @@ class Destination:
         self._sinks = Sinks()
 
     def install(self, weights: QuantizedStack | Tensor, amax: Tensor | None, sinks: Sinks) -> None:
-        """Packed weights, or float ones that are quantized with amax. Raises FormatError."""
+        """Packed weights, also with their parts one after another (codes [E, P * N, K/2], scales alike), or float ones
+        that are quantized with amax. Raises FormatError."""
+        form: tuple[object, ...]
         if isinstance(weights, Tensor):
             assert amax is not None
             source, scales, scalars = weights, None, amax
-            form: tuple[object, ...] = (_form(weights), _form(amax))
+            form = (source.shape, source.stride(), source.dtype, source.device,
+                    amax.shape, amax.stride(), amax.dtype, amax.device)  # fmt: skip
         else:
             source, scales, scalars = weights
-            form = (_form(source), _form(scales), _form(scalars))
+            form = (source.shape, source.stride(), source.dtype, source.device,
+                    scales.shape, scales.stride(), scales.dtype, scales.device,
+                    scalars.shape, scalars.stride(), scalars.dtype, scalars.device)  # fmt: skip
         if form != self._form:
             self._args, self._form = self._arguments(weights, scalars), form
         address, args = source.data_ptr(), self._args
@@ -185,7 +190,7 @@ class Destination:
             w.check_weight(weights)
             _, form = _quantized_form(_layout(weights), _layout(_by_part(scalars, weights)), out, gate_up)
         else:
-            _, form = _packed_form(*map(_layout, weights), out, gate_up)
+            _, form = _packed_form(*map(_layout, self._parted(weights)), out, gate_up)
         if form is None or not on_hopper(self.out):
             return None
         args = _native.InstallArgs.from_buffer_copy(form)
@@ -199,11 +204,21 @@ class Destination:
             if isinstance(weights, Tensor):
                 install_quantized(weights, scalars, self.out, gate_up=self._gate_up, **arguments)
             else:
-                install_packed(weights, self.out, gate_up=self._gate_up, **arguments)
+                install_packed(self._parted(weights), self.out, gate_up=self._gate_up, **arguments)
 
-
-def _form(t: Tensor) -> tuple[object, ...]:
-    return t.shape, t.stride(), t.dtype, t.device
+    def _parted(self, packed: QuantizedStack) -> QuantizedStack:
+        """Views with parts in a dimension of their own, if they are one after another."""
+        if packed.codes.dim() != 3:
+            return packed
+        parts = 2 if self._gate_up else 1
+        codes, scales, scalars = packed
+        if codes.shape[1] % parts or scales.dim() != 3 or scales.shape[1] != codes.shape[1]:
+            return packed  # which is refused
+        return QuantizedStack(
+            codes.unflatten(1, (parts, -1)),
+            scales.unflatten(1, (parts, -1)),
+            scalars[:, None] if scalars.dim() == 1 else scalars,
+        )
 
 
 def _by_part(amax: Tensor, weight: Tensor) -> Tensor:

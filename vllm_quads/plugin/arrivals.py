@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm_quads.plugin.inventory import Slot
-from vllm_quads.plugin.units import FIELD_DTYPES, Unit
+from vllm_quads.plugin.units import FIELD_DTYPES, PACKED_FIELDS, Unit
 
 
 class Arrivals:
@@ -18,7 +18,7 @@ class Arrivals:
         self.waiting = waiting
         """Tensors of the manifest that have not arrived yet."""
         self.fields: list[dict[str, Tensor]] = [{} for _ in unit.sections]
-        """Whole fields [E, P, ...] of each section."""
+        """Whole fields of each section: [E, P, ...], but for packed ones that came as a stack: as they came."""
         self.input_scales: list[set[str]] = [set() for _ in unit.sections]
         """Names of the matrices that an activation scale was sent for."""
         self.has_input_scales = False
@@ -37,15 +37,17 @@ class Arrivals:
         fields = self.fields[slot.section]
         if slot.encode:
             tensor = 1.0 / tensor
-        shape = section.full_shapes[slot.field]
         if slot.index is None or (section.lead == (1, 1) and slot.field != "input"):
             local = self._local(tensor, slot)
             if local.device == self._device:
                 self._borrowed.append((slot.section, slot.field))
             else:
                 local = local.to(self._device, non_blocking=local.is_cuda)
-            fields[slot.field] = local.reshape(shape)
+            fields[slot.field] = (
+                local if slot.field in PACKED_FIELDS else local.reshape(section.full_shapes[slot.field])
+            )
             return
+        shape = section.full_shapes[slot.field]
         if slot.field not in fields:
             fields[slot.field] = torch.empty(shape, dtype=FIELD_DTYPES[slot.field], device=self._device)
         expert, part = slot.index

@@ -133,8 +133,9 @@ class WeightHolder(Protocol):
     def install(
         self, prefix: str, weights: QuantizedStack | Tensor, amax: Tensor | None, receipt: Receipt, place: ShardPlace
     ) -> None:
-        """Replace the experts of a prefix in place, after a `prepare`: with packed ones [E, P, N, ...], or with float
-        ones [E, P, N, K], quantized with amax [E, P]. Waits for nothing; the receipt gets what is found on the way."""
+        """Replace the experts of a prefix in place, after a `prepare`: with packed ones, [E, P, N, ...] or [E, P * N,
+        ...], or with float ones [E, P, N, K], quantized with amax [E, P]. Waits for nothing; the receipt gets what is
+        found on the way."""
 
     def packed(self, prefix: str) -> tuple[Tensor, Tensor]:
         """New tensors with the codes and block scales that are kept, exactly as they came."""

@@ -110,9 +110,9 @@ class Installer:
                 flags.add("amax", amax, f"{unit.name}: holds NaN or Inf; the trainer has diverged")
                 frozen = loader.frozen_amax(unit.matrices)
                 amax = amax if frozen is None else frozen.to(amax.device).reshape(amax.shape)
-        elif self._looks_first(refit) or holder is None:  # a holder looks while it writes
+        elif (first := self._looks_first(refit)) or holder is None:  # a holder looks while it writes
             with timer.phase("validate"):
-                unit.watch(arrivals.fields, flags)
+                unit.watch(arrivals.fields, flags, at_once=first)
         if arrivals.has_input_scales:
             unit.watch_input_scales(arrivals.fields, arrivals.input_scales, flags)
         self._before_writing(refit)

@@ -80,11 +80,9 @@ class Section:
         return tensor.narrow(-2, *self.first.local_n).narrow(-1, start, length)
 
     def packed(self, fields: Mapping[str, Tensor]) -> QuantizedStack:
-        """This rank's part of whole packed fields."""
-        stack = QuantizedStack(fields["codes"], fields["scales"], fields["global"])
-        if self.is_whole:
-            return stack
-        return QuantizedStack(*(self.shard(field, t) for field, t in zip(PACKED_FIELDS, stack, strict=True)))
+        """This rank's part [E, P, ...] of whole packed fields."""
+        shapes = self.full_shapes
+        return QuantizedStack(*(self.shard(field, fields[field].reshape(shapes[field])) for field in PACKED_FIELDS))
 
 
 class Unit:
@@ -142,8 +140,12 @@ class Unit:
     ) -> None:
         """Write whole packed fields of each section; its receipt gets the digests of what was written."""
         if holder is not None:
-            section = self.sections[0]
-            holder.install(self.prefix, section.packed(fields[0]), None, receipts[0], section.place)
+            section, own = self.sections[0], fields[0]
+            if section.is_whole:
+                stack = QuantizedStack(own["codes"], own["scales"], own["global"])
+            else:
+                stack = section.packed(own)
+            holder.install(self.prefix, stack, None, receipts[0], section.place)
             return
         for section, arrived, kept, receipt in zip(self.sections, fields, self.stored(), receipts, strict=True):
             shard = section.packed(arrived)
@@ -207,12 +209,14 @@ class Unit:
                     what = f"{matrix.name}.input_scale: expected a finite, positive scale"
                     flags.add("global", values["input"].flatten()[i], what)
 
-    def watch(self, fields: Sequence[dict[str, Tensor]], flags: Flags) -> None:
-        """Look for damage in packed fields."""
+    def watch(self, fields: Sequence[dict[str, Tensor]], flags: Flags, *, at_once: bool) -> None:
+        """Look for damage in packed fields; at_once: they stay as they are until the flags are checked."""
         for arrived in fields:
             scales = arrived["scales"].view(torch.uint8).amax()
             flags.add("scale", scales, f"{self.name}.weight_scale: holds NaN or negative block scales")
-            scalars = arrived["global"].clone()  # the sender may overwrite its memory before the check
+            scalars = arrived["global"]
+            if not at_once:  # the sender may overwrite its memory before the check
+                scalars = scalars.clone()
             flags.add("global", scalars, f"{self.name}.weight_scale_2: expected finite, positive scales")
 
     def _param(self, role: Role) -> Tensor:
