@@ -9,6 +9,7 @@ share one.
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +27,12 @@ from vllm_quads.nvfp4 import RefitError
 from vllm_quads.refit import as_engine
 
 _KEY = b"quads"
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1]}
 
 
-def run(layers: int, expert_parallel: bool, small: bool, write: Callable[[Mapping[str, Any]], None]) -> None:
+def run(arguments: argparse.Namespace, write: Callable[[Mapping[str, Any]], None]) -> None:
     """One of torchrun's processes; rank 0 hands the results of each part to `write`."""
+    layers, small = arguments.layers, arguments.small
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     gpus = torch.cuda.device_count()
     if gpus:
@@ -46,7 +49,7 @@ def run(layers: int, expert_parallel: bool, small: bool, write: Callable[[Mappin
             trainer.start()  # imports while the engine starts
             common.prepare(Path(temporary), layers, small)
         directory = gathered(temporary)[0]
-        llm = start(directory, ranks, expert_parallel)
+        llm = start(directory, ranks, arguments.expert_parallel, arguments.graphs)
         common.say(f"rank {rank}: engine started")
         model = common.build(layers, device, shard=True, small=small)
         engine: Any = as_engine(llm)
@@ -84,15 +87,16 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
-def start(directory: str, ranks: int, expert_parallel: bool) -> Any:
+def start(directory: str, ranks: int, expert_parallel: bool, graphs: bool) -> Any:
     """This rank of an engine with dummy weights."""
     from vllm import LLM
 
     return LLM(
-        directory, quantization="quads", load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, seed=0,
+        directory, quantization="quads", load_format="dummy", skip_tokenizer_init=True, seed=0,
         tensor_parallel_size=ranks, enable_expert_parallel=expert_parallel, disable_custom_all_reduce=True,
         distributed_executor_backend="external_launcher", max_model_len=1024, max_num_seqs=16,
-        max_num_batched_tokens=1024, gpu_memory_utilization=0.05, kv_cache_memory_bytes=1 << 28,
+        max_num_batched_tokens=1024, gpu_memory_utilization=0.05, kv_cache_memory_bytes=1 << 28, enforce_eager=not graphs,
+        **({"compilation_config": GRAPHS} if graphs else {}),
     )  # fmt: skip
 
 

@@ -263,7 +263,8 @@ def launched(arguments: argparse.Namespace) -> None:
     import refit_launcher
 
     results = surroundings(arguments.layers)
-    results |= {"GPUs": torch.cuda.device_count(), "expert_parallel": arguments.expert_parallel}
+    results |= {"ranks": 2, "GPUs": torch.cuda.device_count()}
+    results |= {name: getattr(arguments, name) for name in ("expert_parallel", "graphs")}
 
     def write(part: Mapping[str, Any]) -> None:
         results.update(part)
@@ -272,7 +273,7 @@ def launched(arguments: argparse.Namespace) -> None:
         if arguments.json is not None:
             arguments.json.write_text(text + "\n")
 
-    refit_launcher.run(arguments.layers, arguments.expert_parallel, arguments.small, write)
+    refit_launcher.run(arguments, write)
     if torch.cuda.is_available():
         os._exit(0)  # processes that share a GPU may wait for each other for ever when NCCL is taken down
 
@@ -285,6 +286,7 @@ def main() -> None:
     parser.add_argument("--keep-logs", type=Path, help="directory for the servers' logs, which are lost otherwise")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--expert-parallel", action="store_true", help="launcher: whole experts on each rank")
+    parser.add_argument("--graphs", action="store_true", help="launcher: capture CUDA graphs for decoding")
     parser.add_argument("--small", action="store_true", help="launcher: a model that suits a CPU, to try the script")
     arguments = parser.parse_args()
     rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
