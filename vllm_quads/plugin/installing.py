@@ -40,6 +40,7 @@ class Installer:
         self._device = device
         self._disk_names: dict[str, str] = {}
         self._direct: DirectCopies | None = None
+        self._dtypes: dict[tuple[str, ...], frozenset[torch.dtype]] = {}
 
     def receive(self, refit: OpenRefit, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Take whole tensors, and install every unit that they complete.
@@ -107,7 +108,7 @@ class Installer:
         if arrivals.is_float:
             with timer.phase("validate"):
                 amax = unit.shared_amax(arrivals.fields)
-                flags.add("amax", amax, f"{unit.name}: holds NaN or Inf; the trainer has diverged")
+                flags.add("amax", amax[:, 0], f"{unit.name}: holds NaN or Inf; the trainer has diverged")
                 frozen = loader.frozen_amax(unit.matrices)
                 amax = amax if frozen is None else frozen.to(amax.device).reshape(amax.shape)
         elif (first := self._looks_first(refit)) or holder is None:  # a holder looks while it writes
@@ -152,11 +153,7 @@ class Installer:
         if not tensors or model is None:
             return
         with refit.timer.phase("validate"):
-            for name, amax in _amax_of(tensors):
-                what = "NaN or Inf"
-                for dtype in {self._inventory.owners[key].dtype for key in refit.plan.plain[name]} - {amax.dtype}:
-                    amax, what = amax.to(dtype), f"NaN or Inf, or more than {dtype} can hold"
-                refit.flags.add("amax", amax, f"{name}: holds {what}; the trainer has diverged")
+            self._watch_plain(refit, tensors)
         self._before_writing(refit)
         if refit.undo is not None:
             with refit.timer.phase("undo"):
@@ -171,6 +168,32 @@ class Installer:
             if left:
                 with self._device, self._direct.watching(left):
                     model.load_weights((self._disk_name(name), tensor) for name, tensor in left)
+
+    def _watch_plain(self, refit: OpenRefit, tensors: list[tuple[str, Tensor]]) -> None:
+        """Look for damage in what is not quantized: a kernel or two for all tensors of one dtype."""
+        groups: dict[tuple[torch.dtype, torch.dtype | None], list[tuple[str, Tensor]]] = {}
+        for name, tensor in tensors:
+            if not tensor.numel():
+                continue
+            other = self._dtypes_of(refit, name) - {tensor.dtype}
+            for dtype in other or (None,):
+                groups.setdefault((tensor.dtype, dtype), []).append((name, tensor))
+        for (_, dtype), entries in groups.items():
+            names = [name for name, _ in entries]
+            amax = torch.stack(torch._foreach_norm([t for _, t in entries], torch.inf))
+            what = "NaN or Inf" if dtype is None else f"NaN or Inf, or more than {dtype} can hold"
+
+            def message(i: int, names: list[str] = names, what: str = what) -> str:
+                return f"{names[i]}: holds {what}; the trainer has diverged"
+
+            refit.flags.add("amax", amax if dtype is None else amax.to(dtype), message)
+
+    def _dtypes_of(self, refit: OpenRefit, name: str) -> frozenset[torch.dtype]:
+        """Dtypes of the parameters that a tensor changes."""
+        keys = refit.plan.plain[name]
+        if keys not in self._dtypes:
+            self._dtypes[keys] = frozenset(self._inventory.owners[key].dtype for key in keys)
+        return self._dtypes[keys]
 
     def _disk_name(self, name: str) -> str:
         """How vLLM's loaders call a tensor."""
@@ -209,17 +232,6 @@ def _timed(refit: OpenRefit, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[
         if item is None:
             return
         yield item
-
-
-def _amax_of(tensors: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """max |x| of each tensor, NaN or Inf if it holds one: a kernel or two for all of them."""
-    by_dtype: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
-    for name, tensor in tensors:
-        if tensor.numel():
-            by_dtype.setdefault(tensor.dtype, []).append((name, tensor))
-    for entries in by_dtype.values():
-        norms = torch._foreach_norm([t for _, t in entries], torch.inf)
-        yield from zip((name for name, _ in entries), norms, strict=True)
 
 
 __all__ = ["Installer"]

@@ -274,8 +274,8 @@ class ExpertsRuntime(LayerRuntime):
     def _packed(self, prefix: str) -> tuple[Tensor, Tensor, Tensor]:
         codes, scales, decode = self._stored(prefix)
         if not codes.numel():
-            assert isinstance(self.backend, WeightHolder)
-            codes, scales = self.backend.packed(f"{prefix}_")
+            assert self._holder is not None
+            codes, scales = self._holder.packed(f"{prefix}_")
         return codes, scales, decode
 
     def _prepare(self) -> None:
@@ -283,7 +283,7 @@ class ExpertsRuntime(LayerRuntime):
         if self._memory_lost:
             self.backend.forget()
         self.backend.prepare(self._stored("w13"), self._stored("w2"), w13, w2, centered=self.centered())
-        if self.loader.is_open and isinstance(self.backend, WeightHolder):
+        if self.loader.is_open and self._holder is not None:
             self.loader.storage.close()
 
     def copies_to_settle(self) -> list[tuple[Tensor, Tensor]] | None:
@@ -298,7 +298,7 @@ class ExpertsRuntime(LayerRuntime):
 
         Does nothing while a weight has arrived only in part.
         """
-        if isinstance(self.backend, WeightHolder) and not self.loader.is_partial() and self.loader.is_open:
+        if self._holder is not None and not self.loader.is_partial() and self.loader.is_open:
             self.settle()
 
     def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
