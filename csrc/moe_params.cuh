@@ -19,7 +19,7 @@ struct GemmArgs {
   const float* router;       // [pairs] or null: factor of each output row
   const float* channel;      // [channels] or null: factor of each output channel (plain epilogue only)
   const int* segments;       // [num][3]: expert, first entry of `sorted`, count; null: one matrix, `rows` rows in order
-  const int* num_segments;   // [1]; null like `segments`
+  const int* num_segments;   // [1] at least; null like `segments`
   const int* sorted;         // pairs grouped by expert; null like `segments`
   void* out;                 // [pairs, ldo]
   int kblocks;               // K / 64, K padded

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Grouped GEMM on wgmma, weights decoded in registers as in moe_decode.cu, tokens streamed along K with them: any K, 8 to 128
+// Grouped GEMM on wgmma, weights decoded in registers as in moe_decode.cu, tokens streamed along K with them: any K, 8 to 160
 // tokens of an expert at a time. Two instances: moe_batch.cu (medium token counts, bound by the weight bytes: many warps that
 // decode) and moe_prefill.cu (large ones, bound by the tensor cores: many accumulators).
 //
@@ -33,7 +33,13 @@ struct WgmmaShape {
   static constexpr int kProducerRegisters = kConsumers == 2 ? 56 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : kConsumers == 3 ? 160 : 112;
   static constexpr int kMinTokens = TOKENS > 64 ? 32 : 8;  // of the narrowest instruction
-  static __device__ constexpr int narrower(int width) { return width > 32 ? width - 16 : width - 8; }
+  // Instructions of 8 tokens more each where decoding bounds, of 16 where the tensor cores do: a multiple of 8 is no faster there.
+  static constexpr int kWide = TOKENS > 64 ? 32 : TOKENS;  // up to here in steps of 8
+  static __device__ constexpr bool has(int width) { return width >= kMinTokens && width <= TOKENS && (width <= kWide || width % 16 == 0); }
+  static __device__ constexpr int narrower(int width) { return width > kWide ? width - 16 : width - 8; }
+  // K blocks between two drains of the tensor cores, with one wgmma group in flight until then; 1: drained at every step. ptxas
+  // serializes every wgmma if one is in flight where the loop ends.
+  static constexpr int kUnroll = kConsumers == 2 && KG == 1 ? 2 : 1;
   using Weights = WeightStream<kTiles, KG>;
 
   struct UnitMeta {
@@ -51,8 +57,7 @@ struct WgmmaShape {
     constexpr int kLimit = 232448 - 1024;  // 1024: alignment of the base
     Layout l;
     l.operand_bytes = KG * max_tokens * 128;
-    const int width = max_tokens > 32 ? (max_tokens + 15) / 16 * 16 : max_tokens;  // of the widest instruction
-    const int reduce = RG * (KG - 1) * (width / 8) * RT * 2048;
+    const int reduce = RG * (KG - 1) * (max_tokens / 8) * RT * 2048;
     const int rest = reduce + kMetaBuffers * (int)sizeof(UnitMeta) + 8 * (3 * kMaxStages + 2 * kMetaBuffers) + 32;
     const int stages = (kLimit - rest) / (l.operand_bytes + Weights::kBytes);
     l.stages = stages > kMaxStages ? kMaxStages : stages;
@@ -62,6 +67,16 @@ struct WgmmaShape {
     l.barrier_offset = (l.meta_offset + kMetaBuffers * (int)sizeof(UnitMeta) + 15) / 16 * 16;
     l.total = l.barrier_offset + 8 * (3 * kMaxStages + 2 * kMetaBuffers) + 1024;
     return l;
+  }
+};
+
+// Units of a thread block, in turn. Segments come in descending order of their tokens (scan_experts), so every other round runs
+// backwards: a block with large units in one round gets small ones in the next.
+struct Units {
+  int unit = blockIdx.x, first = 0;
+  __device__ __forceinline__ void next() {
+    first += gridDim.x;
+    unit = 2 * first - 1 - unit;
   }
 };
 
@@ -126,33 +141,45 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& sh
     wgmma_commit();                                                                                      \
   }
 
+#define QUADS_STEP(KSTEP)                    \
+  {                                          \
+    QUADS_DECODE(KSTEP);                     \
+    if constexpr (!kDeep) wgmma_wait<0>();   \
+    QUADS_MULTIPLY(KSTEP)                    \
+    if constexpr (kDeep) wgmma_wait<1>();    \
+  }
+
   // A step's fragments are decoded while the tensor cores run the step before, the first of a stage while the last of the stage
   // before runs.
+  constexpr bool kDeep = Shape::kUnroll > 1;
   const int steps = p.kblocks / KG / p.splits;
   load();
   QUADS_DECODE(0);
-  for (int it = 0; it < steps; ++it) {
-    mbar_wait(bar.operand + 8 * ring.slot, ring.phase);
-    const uint32_t tile_at = operand + ring.slot * l.operand_bytes;
-    const uint32_t empty = bar.empty + 8 * ring.slot;
-    QUADS_MULTIPLY(0)
-    QUADS_DECODE(1);
-    wgmma_wait<0>();
-    QUADS_MULTIPLY(1)
-    QUADS_DECODE(2);
-    wgmma_wait<0>();
-    QUADS_MULTIPLY(2)
-    QUADS_DECODE(3);
-    wgmma_wait<0>();
-    QUADS_MULTIPLY(3)
-    ring.next(l.stages);
-    if (it + 1 < steps) {
-      load();
-      QUADS_DECODE(0);
+  for (int it = 0; it < steps; it += Shape::kUnroll) {
+    uint32_t read = 0;  // barrier of the slot that the steps in flight read
+#pragma unroll
+    for (int i = 0; i < Shape::kUnroll; ++i) {
+      mbar_wait(bar.operand + 8 * ring.slot, ring.phase);
+      const uint32_t tile_at = operand + ring.slot * l.operand_bytes;
+      QUADS_MULTIPLY(0)
+      if (i > 0) {
+        wgmma_wait<1>();
+        if (thread == 0) mbar_arrive(read);
+      }
+      read = bar.empty + 8 * ring.slot;
+      QUADS_STEP(1)
+      QUADS_STEP(2)
+      QUADS_STEP(3)
+      ring.next(l.stages);
+      if (i + 1 < Shape::kUnroll || it + Shape::kUnroll < steps) {
+        load();
+        QUADS_DECODE(0);
+      }
     }
     wgmma_wait<0>();
-    if (thread == 0) mbar_arrive(empty);
+    if (thread == 0) mbar_arrive(read);
   }
+#undef QUADS_STEP
 #undef QUADS_DECODE
 #undef QUADS_MULTIPLY
 
@@ -265,6 +292,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 
   if (threadIdx.x < 128) {  // producer warpgroup
     fewer_registers<Shape::kProducerRegisters>();
+    static_assert(Shape::TOKENS % 16 == 0, "");
     constexpr int kRows = Shape::TOKENS / 16;  // of a thread
     const int tid = threadIdx.x, chunk = tid % 8, first_row = tid / 8;
     Ring ring;
@@ -274,8 +302,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     int in_flight = 0;
 #pragma unroll
     for (int i = 0; i < kLag; ++i) pending[i] = 0;
-    for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-      const int index = unit / units_per_segment, within = unit % units_per_segment;
+    for (Units u; u.unit < units; u.next()) {
+      const int unit = u.unit, index = unit / units_per_segment, within = unit % units_per_segment;
       const int first_step = within % p.splits * steps;
       const Segment segment = segment_of(p, index);
       typename Shape::Weights stream(p, segment.expert, within / p.splits * kTiles, first_step);
@@ -286,7 +314,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
         rows[i] = token < segment.count ? pair_of(p, segment.start + token) / p.row_divisor * (p.ldb / 8) + chunk : -1;
       }
       mbar_wait(bar.meta_empty + 8 * meta_slot, meta_phase);
+      // no loop: the other shapes' producers have no registers for one
       if (tid < segment.count) meta[meta_slot].tokens[tid] = load_token(p, pair_of(p, segment.start + tid));
+      if (Shape::TOKENS > 128 && tid + 128 < segment.count)
+        meta[meta_slot].tokens[tid + 128] = load_token(p, pair_of(p, segment.start + tid + 128));
       if (tid == 0) meta[meta_slot].segment = load_segment(p, segment);
       mbar_arrive(bar.meta_full + 8 * meta_slot);
       if (++meta_slot == kMetaBuffers) {
@@ -339,25 +370,29 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   Ring ring;
   int meta_slot = 0;
   uint32_t meta_phase = 0;
-  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    const int within = unit % units_per_segment, tile = within / p.splits * kTiles, split = within % p.splits;
+  for (Units u; u.unit < units; u.next()) {
+    const int unit = u.unit, within = unit % units_per_segment, tile = within / p.splits * kTiles, split = within % p.splits;
     mbar_wait(bar.meta_full + 8 * meta_slot, meta_phase);
     const int tokens = meta[meta_slot].segment.count;
     // The narrowest instruction that holds them; for many accumulators it does not pay to have the narrow ones too.
-#define QUADS_TOKENS(N)                                                                                                 \
-  if constexpr (N <= Shape::TOKENS && N >= Shape::kMinTokens)                                                           \
-    if (tokens <= N && (N == Shape::kMinTokens || tokens > Shape::narrower(N)))                                          \
+#define QUADS_TOKENS(N)                                                                 \
+  if constexpr (Shape::has(N))                                                          \
+    if (tokens <= N && (N == Shape::kMinTokens || tokens > Shape::narrower(N)))         \
       compute_unit<Shape, N, EPILOGUE, Out>(p, shift, l, bar, ring, smem, base, meta[meta_slot], tile, split, rg, kg);
     QUADS_TOKENS(8)
     QUADS_TOKENS(16)
     QUADS_TOKENS(24)
     QUADS_TOKENS(32)
+    QUADS_TOKENS(40)
     QUADS_TOKENS(48)
+    QUADS_TOKENS(56)
     QUADS_TOKENS(64)
     QUADS_TOKENS(80)
     QUADS_TOKENS(96)
     QUADS_TOKENS(112)
     QUADS_TOKENS(128)
+    QUADS_TOKENS(144)
+    QUADS_TOKENS(160)
 #undef QUADS_TOKENS
     named_barrier(1 + rg, 128 * KG);
     if (threadIdx.x % 128 == 0) mbar_arrive(bar.meta_empty + 8 * meta_slot);
@@ -372,7 +407,7 @@ template <typename Shape, int EPILOGUE, typename Out>
 int launch_wgmma(const GemmArgs& p, int early_weights, cudaStream_t stream) {
   const typename Shape::Layout l = Shape::layout(p.max_tokens);
   if (p.max_tokens > Shape::TOKENS || p.max_tokens % 8 != 0 || p.row_tiles % 2 != 0 || p.splits < 1 ||
-      p.kblocks % (Shape::KG * p.splits) != 0 || (EPILOGUE == kSwiGlu && p.splits != 1) || l.stages < Shape::kMinStages)
+      p.kblocks % (Shape::KG * Shape::kUnroll * p.splits) != 0 || (EPILOGUE == kSwiGlu && p.splits != 1) || l.stages < Shape::kMinStages)
     return cudaErrorInvalidValue;
   constexpr auto kernel = moe_wgmma_kernel<Shape, EPILOGUE, Out>;
   cudaError_t e = allow_shared_memory<kernel>(232448);

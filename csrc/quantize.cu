@@ -41,7 +41,7 @@ struct AlignArgs {
   int* pair_expert;        // [pairs]: local expert or -1
   int* sorted;             // [pairs]
   int* segments;           // [max segments][3]: expert, first entry of `sorted`, count
-  int* num_segments;       // [1]
+  int* num_segments;       // [2]: segments, and pairs in them
   int* rank;               // [pairs]: scratch, only with several blocks
   int* histogram;          // [blocks][local experts]: scratch, only with several blocks
   int pairs, id_stride, global_experts, local_experts, capacity, blocks;
@@ -475,35 +475,63 @@ __device__ __forceinline__ void load_experts(const AlignArgs& p, int base, int (
   }
 }
 
-// One warp: start[e] = first entry of expert e, from its count; optionally the segments.
-__device__ __forceinline__ void scan_experts(const AlignArgs& p, const int* count, int* start, bool write_segments) {
-  const int lane = threadIdx.x % 32;
-  int pairs = 0, segments = 0;
-  for (int base = 0; base < p.local_experts; base += 32) {
-    const int e = base + lane;
-    const int c = e < p.local_experts ? count[e] : 0;
-    const int s = (c + p.capacity - 1) / p.capacity;
-    int pair_sum = c, segment_sum = s;
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const int a = __shfl_up_sync(0xFFFFFFFFu, pair_sum, offset), b = __shfl_up_sync(0xFFFFFFFFu, segment_sum, offset);
-      if (lane >= offset) pair_sum += a, segment_sum += b;
-    }
-    if (e < p.local_experts) {
-      start[e] = pairs + pair_sum - c;
-      for (int i = 0; write_segments && i < s; ++i) {
-        // equal parts, so that no part runs nearly empty
-        int* segment = p.segments + 3 * (segments + segment_sum - s + i);
-        const int begin = (int)((int64_t)c * i / s), end = (int)((int64_t)c * (i + 1) / s);
-        segment[0] = e;
-        segment[1] = start[e] + begin;
-        segment[2] = end - begin;
-      }
-    }
-    pairs += __shfl_sync(0xFFFFFFFFu, pair_sum, 31);
-    segments += __shfl_sync(0xFFFFFFFFu, segment_sum, 31);
+// From this capacity on segments differ enough in their time for their order to matter; below, it would only cost time.
+constexpr int kOrderedCapacity = 40;
+
+// The segments of expert e, equal parts so that no part runs nearly empty, from place `at` of the list on.
+__device__ __forceinline__ void write_segments(const AlignArgs& p, int e, int start, int count, int parts, int at) {
+  for (int i = 0; i < parts; ++i) {
+    int* segment = p.segments + 3 * (at + i);
+    const int begin = (int)((int64_t)count * i / parts), end = (int)((int64_t)count * (i + 1) / parts);
+    segment[0] = e;
+    segment[1] = start + begin;
+    segment[2] = end - begin;
   }
-  if (write_segments && lane == 0) *p.num_segments = segments;
+}
+
+// start[e] = first entry of expert e, from its count; in one block (`write`) also the segments.
+template <int THREADS>
+__device__ __forceinline__ void scan_experts(const AlignArgs& p, const int* count, int* start, bool write) {
+  __shared__ __align__(16) uint32_t key[kMaxExperts];  // tokens of an expert's largest segment, number of segments
+  const bool ordered = p.capacity >= kOrderedCapacity;
+  if (threadIdx.x < 32) {
+    const int lane = threadIdx.x;
+    int pairs = 0, segments = 0;
+    for (int base = 0; base < p.local_experts; base += 32) {
+      const int e = base + lane;
+      const int c = e < p.local_experts ? count[e] : 0;
+      const int s = (c + p.capacity - 1) / p.capacity;
+      int pair_sum = c, segment_sum = s;
+#pragma unroll
+      for (int offset = 1; offset < 32; offset *= 2) {
+        const int a = __shfl_up_sync(0xFFFFFFFFu, pair_sum, offset), b = __shfl_up_sync(0xFFFFFFFFu, segment_sum, offset);
+        if (lane >= offset) pair_sum += a, segment_sum += b;
+      }
+      if (ordered) key[e] = c == 0 ? 0 : (uint32_t)((c + s - 1) / s) << 16 | s;
+      if (e < p.local_experts) {
+        start[e] = pairs + pair_sum - c;
+        if (write && !ordered) write_segments(p, e, start[e], c, s, segments + segment_sum - s);
+      }
+      pairs += __shfl_sync(0xFFFFFFFFu, pair_sum, 31);
+      segments += __shfl_sync(0xFFFFFFFFu, segment_sum, 31);
+    }
+    if (write && lane == 0) p.num_segments[0] = segments, p.num_segments[1] = pairs;
+  }
+  __syncthreads();
+  if (!write || !ordered) return;
+  // Large segments first, so that the GEMM can give every block about as much (Units in moe_wgmma.cuh).
+  for (int e = threadIdx.x; e < p.local_experts; e += THREADS) {
+    const uint32_t mine = key[e];
+    int at = 0;
+    for (int f = 0; f < p.local_experts; f += 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(key + f);
+      const uint32_t keys[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (keys[i] >= (mine & 0xFFFF0000u) + (f + i < e ? 0u : 0x10000u)) at += keys[i] & 0xFFFFu;
+    }
+    write_segments(p, e, start[e], count[e], mine & 0xFFFFu, at);
+  }
 }
 
 // All of it in one block, for up to kPairsPerBlock pairs; with more, the first of two passes: experts, ranks, histograms.
@@ -527,8 +555,7 @@ __device__ __forceinline__ void align_pairs(const AlignArgs& p) {
       if (e[j] >= 0) p.rank[base + j * THREADS] = rank[j];
     return;
   }
-  if (threadIdx.x < 32) scan_experts(p, count, start, true);
-  __syncthreads();
+  scan_experts<THREADS>(p, count, start, true);
 #pragma unroll
   for (int j = 0; j < kBatch; ++j)
     if (e[j] >= 0) p.sorted[start[e[j]] + rank[j]] = base + j * THREADS;
@@ -551,8 +578,7 @@ __global__ void __launch_bounds__(kThreads) scatter_kernel(const AlignArgs p) {
     before[e] = mine;
   }
   __syncthreads();
-  if (threadIdx.x < 32) scan_experts(p, count, start, blockIdx.x == 0);
-  __syncthreads();
+  scan_experts<kThreads>(p, count, start, blockIdx.x == 0);
 #pragma unroll
   for (int j = 0; j < kPairsPerBlock / kThreads; ++j) {
     const int i = blockIdx.x * kPairsPerBlock + threadIdx.x + j * kThreads;
@@ -618,19 +644,17 @@ constexpr int kLongestStaged = 3072;  // blocks of a row
 
 bool is_many(const QuantizeArgs& p) { return (int64_t)p.rows * (p.k / 16) >= kManyBlocks && p.k / 16 <= kLongestStaged; }
 
-// Threads of a row: with three to eight blocks each, or two in registers where these are faster.
+// Threads of a row: with three to eight blocks each, or two in registers where nearly all have two.
 template <typename T, bool FOUR, bool CENTERED>
 int launch_many(const QuantizeArgs& p, cudaStream_t s) {
   const int blocks = p.k / 16;
   if constexpr (CENTERED) {
-    if (blocks > 64 && blocks <= 128) return launch_rows<T, FOUR, false, 64, 64, 2, kRegisters>(p, s);
-    if (blocks > 128 && blocks <= 256) return launch_rows<T, FOUR, false, 128, 128, 2, kRegisters>(p, s);
+    if (blocks > 112 && blocks <= 128) return launch_rows<T, FOUR, false, 64, 64, 2, kRegisters>(p, s);
+    if (blocks > 224 && blocks <= 256) return launch_rows<T, FOUR, false, 128, 128, 2, kRegisters>(p, s);
   }
   if (blocks <= 64) return launch_staged<T, FOUR, CENTERED, 128, 16>(p, s);
-  if constexpr (!CENTERED) {
-    if (blocks <= 128) return launch_staged<T, FOUR, CENTERED, 128, 32>(p, s);
-    if (blocks <= 256) return launch_staged<T, FOUR, CENTERED, 128, 64>(p, s);
-  }
+  if (blocks <= 128) return launch_staged<T, FOUR, CENTERED, 128, 32>(p, s);
+  if (blocks <= 256) return launch_staged<T, FOUR, CENTERED, 128, 64>(p, s);
   return launch_staged<T, FOUR, CENTERED, 128, 128>(p, s);
 }
 

@@ -19,8 +19,7 @@ struct StatisticsSite {
   const float* g;          // static encode global scales [groups] or null (one per row, from its amax)
   const int* group;        // [rows] or null (all 0); negative rows are skipped
   const int* order;        // [rows] or null: the rows, sorted by group
-  const int* segments;     // with `order`: [*num_segments][3], the last one tells how many rows there are
-  const int* num_segments;
+  const int* num_segments;  // with `order`: [2], the second is the number of its rows
   double* energy;          // [groups, k]
   unsigned long long* tokens;  // [groups]
   int rows, k, ldx;
@@ -76,10 +75,7 @@ __device__ __forceinline__ void gather_energy(const StatisticsSite& s, const int
   const int parts = (blocks + per_row - 1) / per_row;  // K > 4096: each thread block sums a part of the channels
   const int part = block % parts, lane = threadIdx.x % per_row, slot = threadIdx.x / per_row;
   int rows = s.rows;
-  if (s.order != nullptr) {
-    const int n = *s.num_segments;
-    rows = n == 0 ? 0 : s.segments[3 * n - 2] + s.segments[3 * n - 1];
-  }
+  if (s.order != nullptr) rows = s.num_segments[1];
   const int run = (rows + slots * (s.blocks / parts) - 1) / (slots * (s.blocks / parts)), first = block / parts * run * slots + slot;
   const int tokens = valid == nullptr ? 0x7FFFFFFF : *valid;
   const int b = part * per_row + lane, pitch = per_row + 2;

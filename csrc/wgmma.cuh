@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // wgmma m64nNk16 with A (weights) from registers, B (tokens, K-major, 128-byte swizzle) from shared memory,
-// FP16 operands, FP32 accumulators; N = 8, 16, 24, 32, 48, .. 128.
+// FP16 operands, FP32 accumulators; N = 8, 16, .. 64, 80, .. 160.
 #pragma once
 
 #include <stdint.h>
@@ -52,6 +52,10 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], const uint32_t (&a)[4],
 #define QUADS_D_112 QUADS_D_104 ", " QUADS_D4(52, 53, 54, 55)
 #define QUADS_D_120 QUADS_D_112 ", " QUADS_D4(56, 57, 58, 59)
 #define QUADS_D_128 QUADS_D_120 ", " QUADS_D4(60, 61, 62, 63)
+#define QUADS_D_136 QUADS_D_128 ", " QUADS_D4(64, 65, 66, 67)
+#define QUADS_D_144 QUADS_D_136 ", " QUADS_D4(68, 69, 70, 71)
+#define QUADS_D_152 QUADS_D_144 ", " QUADS_D4(72, 73, 74, 75)
+#define QUADS_D_160 QUADS_D_152 ", " QUADS_D4(76, 77, 78, 79)
 #define QUADS_O_8 QUADS_O4(0)
 #define QUADS_O_16 QUADS_O_8, QUADS_O4(4)
 #define QUADS_O_24 QUADS_O_16, QUADS_O4(8)
@@ -68,6 +72,10 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], const uint32_t (&a)[4],
 #define QUADS_O_112 QUADS_O_104, QUADS_O4(52)
 #define QUADS_O_120 QUADS_O_112, QUADS_O4(56)
 #define QUADS_O_128 QUADS_O_120, QUADS_O4(60)
+#define QUADS_O_136 QUADS_O_128, QUADS_O4(64)
+#define QUADS_O_144 QUADS_O_136, QUADS_O4(68)
+#define QUADS_O_152 QUADS_O_144, QUADS_O4(72)
+#define QUADS_O_160 QUADS_O_152, QUADS_O4(76)
 
 // a0..a3 and b: numbers of the input operands, which follow the N / 2 accumulators.
 #define QUADS_WGMMA(N, a0, a1, a2, a3, b)                                                                             \
@@ -82,11 +90,15 @@ QUADS_WGMMA(8, 4, 5, 6, 7, 8)
 QUADS_WGMMA(16, 8, 9, 10, 11, 12)
 QUADS_WGMMA(24, 12, 13, 14, 15, 16)
 QUADS_WGMMA(32, 16, 17, 18, 19, 20)
+QUADS_WGMMA(40, 20, 21, 22, 23, 24)
 QUADS_WGMMA(48, 24, 25, 26, 27, 28)
+QUADS_WGMMA(56, 28, 29, 30, 31, 32)
 QUADS_WGMMA(64, 32, 33, 34, 35, 36)
 QUADS_WGMMA(80, 40, 41, 42, 43, 44)
 QUADS_WGMMA(96, 48, 49, 50, 51, 52)
 QUADS_WGMMA(112, 56, 57, 58, 59, 60)
 QUADS_WGMMA(128, 64, 65, 66, 67, 68)
+QUADS_WGMMA(144, 72, 73, 74, 75, 76)
+QUADS_WGMMA(160, 80, 81, 82, 83, 84)
 
 }  // namespace quads

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import shutil
 import subprocess
 from pathlib import Path
@@ -168,10 +169,11 @@ def test_rows_without_a_group_are_left_alone(native: dict[str, ctypes.CDLL], row
 
 
 @pytest.mark.parametrize("rows", ["few", "many"])
-@pytest.mark.parametrize("tokens", [40, 700])
-def test_grouping_beside_quantization(native: dict[str, ctypes.CDLL], rows: str, tokens: int) -> None:
-    """The layer's first launch: pairs sorted by local expert in segments of bounded length, and x quantized."""
-    experts, top_k, capacity = 5, 4, 24
+@pytest.mark.parametrize(("tokens", "capacity"), [(40, 24), (700, 24), (700, 40)])
+def test_grouping_beside_quantization(native: dict[str, ctypes.CDLL], rows: str, tokens: int, capacity: int) -> None:
+    """The layer's first launch: pairs sorted by local expert in segments of bounded length, large segments first where
+    they are large, and x quantized."""
+    experts, top_k = 5, 4
     gen = torch.Generator().manual_seed(tokens)
     ids = torch.randint(-1, 9, (tokens, top_k), generator=gen, dtype=torch.int32)
     expert_map = torch.tensor([2, -1, 0, 1, -1, 3, 4, -1], dtype=torch.int32)
@@ -180,7 +182,7 @@ def test_grouping_beside_quantization(native: dict[str, ctypes.CDLL], rows: str,
     pair_expert, order, rank = (torch.full((pairs,), -7, dtype=torch.int32) for _ in range(3))
     segments, count = (
         torch.full((experts + pairs // capacity, 3), -7, dtype=torch.int32),
-        torch.zeros(1, dtype=torch.int32),
+        torch.zeros(2, dtype=torch.int32),
     )
     histogram = torch.zeros(blocks * experts, dtype=torch.int32)
     align = AlignArgs(
@@ -197,11 +199,15 @@ def test_grouping_beside_quantization(native: dict[str, ctypes.CDLL], rows: str,
     local = torch.where((flat >= 0) & (flat < 8), expert_map[flat.clamp(0, 7)], -1)
     assert torch.equal(pair_expert, local.int())
     seen = []
-    for expert, start, length in segments[: int(count)].tolist():
+    for expert, start, length in segments[: int(count[0])].tolist():
         assert 0 < length <= capacity
         part = order[start : start + length].long()
         assert bool((local[part] == expert).all())
         seen += part.tolist()
+    assert int(count[1]) == len(seen)
+    lengths = segments[: int(count[0]), 2].tolist()
+    # an expert's parts differ by one
+    assert capacity < 40 or all(a + 1 >= b for a, b in itertools.pairwise(lengths))
     assert sorted(seen) == (local >= 0).nonzero().flatten().tolist()
 
 
@@ -231,14 +237,14 @@ def test_statistics(native: dict[str, ctypes.CDLL], dtype: torch.dtype, rule: Bl
         x[step, 5], x[7, 0] = torch.nan, torch.inf
         group = torch.randint(-1, experts, (tokens * top_k,), generator=torch.Generator().manual_seed(step))
         order = group.argsort(stable=True)[int((group < 0).sum()) :]
-        last = torch.tensor([[0, 0, 0], [3, 0, order.numel()]], dtype=torch.int32)  # only the last one's end is read
-        group, order, two = group.int(), order.int(), torch.tensor([2], dtype=torch.int32)
+        group, order = group.int(), order.int()
+        counts = torch.tensor([2, order.numel()], dtype=torch.int32)
         decode = quantize_with_residual(x, rule=rule, center=center).main.decode_scale.flatten().contiguous()
         args = StatisticsArgs(paused=got[0].paused.data_ptr(), valid=valid.data_ptr(), size=decode.data_ptr(),
                               ring=got[0].ring.data_ptr(), written=got[0].written.data_ptr(),
                               ticket=got[0].ticket.data_ptr(), ring_rows=40)  # fmt: skip
         args.site[0] = site(x, got[0], center=center)
-        args.site[1] = site(h, got[1], group=group, order=order, segments=last, num_segments=two, divisor=top_k)
+        args.site[1] = site(h, got[1], group=group, order=order, num_segments=counts, divisor=top_k)
         for paused in (1, 0):
             got[0].paused.fill_(paused)
             how = (_DTYPES[dtype], int(FOUR[rule]), None, None)

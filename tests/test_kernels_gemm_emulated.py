@@ -32,7 +32,7 @@ extern "C" int gemm(const GemmArgs* p, int kind, int swiglu, int early) {
   if (kind == 1) return run<WgmmaShape<4, 1, 2, 64>>(*p, swiglu, early);
   if (kind == 2) return run<WgmmaShape<2, 2, 2, 64>>(*p, swiglu, early);
   if (kind == 4) return run<WgmmaShape<1, 4, 2, 64>>(*p, swiglu, early);
-  return kind == 0 ? run<WgmmaShape<3, 1, 2, 96>>(*p, swiglu, early) : run<WgmmaShape<2, 1, 2, 128>>(*p, swiglu, early);
+  return kind == 0 ? run<WgmmaShape<3, 1, 2, 96>>(*p, swiglu, early) : run<WgmmaShape<2, 1, 2, 160>>(*p, swiglu, early);
 }
 """
 DECODE = """
@@ -137,7 +137,7 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("kind", "capacity"), [(1, 64), (2, 48), (4, 32), (0, 96), (3, 128)], ids=["1", "2", "4", "wide", "prefill"]
+    ("kind", "capacity"), [(1, 64), (2, 48), (4, 32), (0, 96), (3, 160)], ids=["1", "2", "4", "wide", "prefill"]
 )
 def test_wgmma_kernels(gemms: dict[str, ctypes.CDLL], kind: int, capacity: int) -> None:
     """Batch (1, 2 and 4 K groups), wide and prefill: full and nearly empty segments, ragged rows, SwiGLU, K splits, one

@@ -48,8 +48,8 @@ PLANS = [
     LinearPlan(GemmChoice(Gemm.BATCH, 2), 48, splits=2),
     LinearPlan(GemmChoice(Gemm.BATCH, 4), 32),
     LinearPlan(GemmChoice(Gemm.WIDE), 96),
-    LinearPlan(GemmChoice(Gemm.PREFILL), 128),
-    LinearPlan(GemmChoice(Gemm.PREFILL), 64, splits=4),
+    LinearPlan(GemmChoice(Gemm.PREFILL), 160),
+    LinearPlan(GemmChoice(Gemm.PREFILL), 64, splits=2),
 ]
 
 

@@ -46,13 +46,13 @@ def test_every_plan_fits(name: str) -> None:
                 Gemm.DECODE: decode_capacity(-(-k // 256) * 256, choice.k_groups),
                 Gemm.BATCH: LIMITS.batch_capacity(choice.k_groups),
                 Gemm.WIDE: 96,
-                Gemm.PREFILL: 128,
+                Gemm.PREFILL: 160,
             }[choice.gemm]
             assert 8 <= plan.capacity <= most
         for n, k in ((2 * inter, hidden), (hidden, inter)):
             linear = plan_linear(LinearShape(tokens, n, k), LIMITS)
             assert linear.capacity % 8 == 0
-            assert 8 <= linear.capacity <= 128
+            assert 8 <= linear.capacity <= 160
             assert -(-k // 256) * 4 % (linear.kernel.k_groups * linear.splits) == 0
 
 
@@ -63,8 +63,11 @@ def test_plans_follow_the_number_of_tokens() -> None:
     assert plans[1].first == GemmChoice(Gemm.DECODE, 4)
     assert plans[64].first == plans[64].second == GemmChoice(Gemm.DECODE, 1)
     assert plans[256].first == GemmChoice(Gemm.BATCH)
-    assert plans[4096].first == plans[4096].second == GemmChoice(Gemm.WIDE)
-    assert plans[4096].capacity == 96
+    assert plans[1000].first == plans[1000].second == GemmChoice(Gemm.WIDE)
+    assert plans[1000].capacity == 96
+    assert plans[4096].first == plans[4096].second == GemmChoice(Gemm.PREFILL)
+    assert plans[4096].capacity == 160  # an expert's 256 tokens in two parts
+    assert plan_layer(LayerShape(512, 8, 32, 32, 7168, 2048), LIMITS).first.gemm is Gemm.PREFILL  # 128 in one
     mixtral = plan_layer(LayerShape(1, 2, 8, 8, 4096, 14336), LIMITS)
     assert mixtral.first.gemm is Gemm.DECODE
     assert mixtral.second.gemm is Gemm.BATCH

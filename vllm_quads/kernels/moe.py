@@ -229,7 +229,7 @@ def quads_moe(
     max_segments = min(pairs, experts + pairs // capacity)
     blocks = -(-pairs // lib.quads_pairs_per_block())
 
-    sizes = (pairs, pairs, 3 * max_segments, 1, *((pairs, blocks * experts) if blocks > 1 else (0, 0)))
+    sizes = (pairs, pairs, 3 * max_segments, 2, *((pairs, blocks * experts) if blocks > 1 else (0, 0)))
     integers = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
     pair_expert, sorted_pairs, segments, num_segments, rank, histogram = integers
     decode = torch.empty(tokens + pairs, dtype=torch.float32, device=device)
@@ -322,8 +322,7 @@ def quads_moe(
         assert gathering.w2 is not None
         first = site_args(x, gathering.w13, center=c.center13, g=g13)
         second = site_args(h, gathering.w2, g=g2, group=pair_expert, divisor=top_k)
-        second.order, second.segments = sorted_pairs.data_ptr(), segments.data_ptr()
-        second.num_segments = num_segments.data_ptr()
+        second.order, second.num_segments = sorted_pairs.data_ptr(), num_segments.data_ptr()
         scales = decode1 if g13 is None else None
         ending = (sum_args(y, pair_expert, out, top_k, plan.splits), y.dtype) if together else None
         launch_statistics(gathering, (first, second), x.dtype, four_over_six, scales, ending)

@@ -6,7 +6,7 @@ Four kernels multiply packed weights with 16-bit tokens (see csrc/):
     decode    mma.sync, an expert's tokens stay in shared memory over the whole K: few tokens times K
     batch     wgmma, four warpgroups decode, tokens streamed along K: up to 64 tokens of an expert, any K
     wide      wgmma, three warpgroups decode: up to 96 tokens of an expert, any K
-    prefill   wgmma, two warpgroups with large accumulators: up to 128 tokens of an expert, any K
+    prefill   wgmma, two warpgroups with large accumulators: up to 160 tokens of an expert, any K
 
 Both GEMMs of a layer share one list of segments (an expert's tokens, cut into equal parts of at most `capacity`).
 """
@@ -75,7 +75,7 @@ class DeviceLimits:
     """K groups -> most tokens of a segment of the batch kernel."""
 
 
-FIXED_CAPACITY = {Gemm.WIDE: 96, Gemm.PREFILL: 128}
+FIXED_CAPACITY = {Gemm.WIDE: 96, Gemm.PREFILL: 160}
 """Most tokens of a segment of the kernels that do not split K."""
 BATCH_MEAN = 48.0
 """Mean tokens per expert up to which the batch kernel runs; beyond, wide or prefill."""
@@ -91,8 +91,10 @@ BATCH_SPLIT_COST = 330.0
 """Relative cost of splitting K in two among those of the batch kernel, times K: its sum takes as long for a short K."""
 SPLIT_COST = 0.06
 """Relative cost of splitting K in two between thread blocks."""
-PREFILL_COST = 1.13
-"""Time of the prefill kernel for a weight row, relative to the wide one."""
+UNIT_TOKENS = 50.0
+"""Tokens whose multiplication takes as long as decoding a unit of the wide or prefill kernel."""
+PREFILL_COST, PREFILL_DEPTH = 1.06, 108.0
+"""Time of the prefill kernel for a weight row relative to the wide one, for large K; what a short one adds, times K."""
 
 
 def plan_layer(
@@ -120,15 +122,14 @@ def plan_layer(
     wanted = capacity or _room(shape, mean, 2.0 if mean <= DECODE_MEAN and shape.global_experts > FEW_EXPERTS else 4.0)
     depths = (padded_k(shape.hidden), padded_k(shape.intermediate))
     rows = (padded_rows(2 * shape.intermediate), padded_rows(shape.hidden))
+    if mean > BATCH_MEAN:
+        gemms = _wide_or_prefill(shape, limits, rows, depths, gemms)
     choices, room = [], FIXED_CAPACITY[Gemm.PREFILL]
     for gemm, groups, k, n in zip(gemms, k_groups, depths, rows, strict=True):
         small = groups or _k_groups(shape, limits, n, DECODE_SPLIT_COST.__getitem__)
         fits = limits.decode_capacity(k, small)
         if gemm is None:
-            if mean > BATCH_MEAN:
-                gemm = _wide_or_prefill(shape, limits, n)
-            else:
-                gemm = Gemm.DECODE if mean <= DECODE_MEAN and fits >= min(needed, 32) else Gemm.BATCH
+            gemm = Gemm.DECODE if mean <= DECODE_MEAN and fits >= min(needed, 32) else Gemm.BATCH
         if gemm is Gemm.DECODE:
             choice, most = GemmChoice(gemm, small), fits
         elif gemm is Gemm.BATCH:
@@ -147,7 +148,7 @@ def plan_layer(
     if splits is None:
         splits = _splits(shape, limits, choices[1], depths[1], rows[1])
     elif splits != 1:
-        parts = choices[1].k_groups * splits
+        parts = choices[1].k_groups * splits * (2 if choices[1].gemm is Gemm.PREFILL else 1)
         if choices[1].gemm is Gemm.DECODE or splits not in (2, 4, 8) or depths[1] // 64 % parts:
             raise FormatError(
                 f"splits {splits}: {choices[1].gemm.value} GEMM with {choices[1].k_groups} K groups cannot cut K = "
@@ -188,16 +189,38 @@ def _k_groups(shape: LayerShape, limits: DeviceLimits, rows: int, split_cost: Ca
     return best
 
 
-def _wide_or_prefill(shape: LayerShape, limits: DeviceLimits, rows: int) -> Gemm:
-    """The one whose units fill the multiprocessors better."""
+def _wide_or_prefill(
+    shape: LayerShape,
+    limits: DeviceLimits,
+    rows: tuple[int, int],
+    depths: tuple[int, int],
+    given: tuple[Gemm | None, Gemm | None],
+) -> tuple[Gemm, Gemm]:
+    """Kernels of both GEMMs, where not given: those whose units fill the multiprocessors best, with few parts of an
+    expert's tokens, which are the same in both."""
     mean = shape.tokens * shape.top_k / shape.global_experts
 
-    def cost(unit_rows: int, capacity: int) -> float:
-        units = _experts_hit(shape) * max(1.0, mean / capacity) * -(-rows // unit_rows)
-        return math.ceil(units / limits.multiprocessors) * unit_rows * min(mean, capacity)
+    def cost(gemm: Gemm, n: int, k: int, capacity: int) -> float:
+        unit_rows, factor = (256, PREFILL_COST + PREFILL_DEPTH / k) if gemm is Gemm.PREFILL else (384, 1.0)
+        parts = _parts(mean, capacity)
+        rounds = _experts_hit(shape) * parts * -(-n // unit_rows) / limits.multiprocessors
+        rounds = math.ceil(rounds) if rounds < 6.0 else rounds + 0.5
+        return rounds * unit_rows * (mean / parts + UNIT_TOKENS) * k * factor
 
-    wide, prefill = cost(384, FIXED_CAPACITY[Gemm.WIDE]), cost(256, FIXED_CAPACITY[Gemm.PREFILL])
-    return Gemm.WIDE if wide <= PREFILL_COST * prefill else Gemm.PREFILL
+    def total(gemms: tuple[Gemm, Gemm]) -> float:
+        capacity = min(FIXED_CAPACITY.get(g, FIXED_CAPACITY[Gemm.WIDE]) for g in gemms)
+        return sum(cost(g, n, k, capacity) for g, n, k in zip(gemms, rows, depths, strict=True))
+
+    large = (Gemm.WIDE, Gemm.PREFILL)
+    first, second = ([g] if g is not None else large for g in given)
+    return min(itertools.product(first, second), key=total)
+
+
+def _parts(mean: float, capacity: int) -> float:
+    """Parts in which an expert's tokens are computed, on average, under uniform routing."""
+    deviation = math.sqrt(2.0 * mean)
+    most = math.ceil(mean / capacity) + 2
+    return 1.0 + sum(0.5 * math.erfc((i * capacity + 0.5 - mean) / deviation) for i in range(1, most))
 
 
 def _room(shape: LayerShape, mean: float, deviations: float) -> int:

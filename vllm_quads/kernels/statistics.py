@@ -30,7 +30,7 @@ class SiteArgs(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
-            "x", "center", "g", "group", "order", "segments", "num_segments", "energy", "tokens"
+            "x", "center", "g", "group", "order", "num_segments", "energy", "tokens"
         )),
         *((name, ctypes.c_int) for name in ("rows", "k", "ldx", "divisor", "blocks")),
     ]  # fmt: skip
