@@ -328,7 +328,7 @@ def test_results_in_the_repository_can_be_read() -> None:
     """
     folder = Path(__file__).parents[1] / "benchmarks" / "results"
     stored, others = load_results(files_of([folder]))
-    forms = ("gap-", "refit-two-gpus", ".jsonl")  # `quads gap`, benchmarks/refit_two_gpus.py, and logs
+    forms = ("gap-", "refit-two-", ".jsonl")  # `quads gap`, benchmarks/refit_two_gpus.py, and logs
     assert not [p for p in others if not any(form in p.name for form in forms)]
     for path, result in stored.items():
         missing = {"date", "card", "driver", "torch", "vllm-quads", "command"} - set(result.environment)
