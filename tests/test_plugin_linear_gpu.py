@@ -31,7 +31,7 @@ TARGETS = ["*.experts.*", "*.self_attn.*_proj"]
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("gpu") / "model"
     sizes = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    # Small weights: a last bit of BF16 that falls differently moves log-probs by 0.03 at most, W4A16 for W4A4 by 0.09.
+    # Small weights, or a last bit of BF16 that falls differently throws log-probs far off.
     conftest._save("qwen3_moe", path, 0, **sizes, moe_intermediate_size=128, num_experts=8, initializer_range=0.05)
     return path
 
@@ -63,5 +63,7 @@ def test_dense_linears_are_captured(
         reference = prompt_log_probs(engine(model, **config))
     eager = prompt_log_probs(engine(model, **config))
     graphs = prompt_log_probs(engine(model, **config, **captured))
-    torch.testing.assert_close(eager, reference, atol=6e-2, rtol=0)
-    torch.testing.assert_close(graphs, eager, atol=6e-2, rtol=0)
+    # Sums in another order flip 4-bit codes: with one to ten percent of the activations moved by one BF16 value the mean
+    # is 0.011 to 0.024, and single ones reach 0.3. Attention in BF16, or no residual, is 0.12 to 0.14 off on average.
+    assert float((eager - reference).abs().mean()) < 0.04
+    assert float((graphs - eager).abs().mean()) < 0.04
