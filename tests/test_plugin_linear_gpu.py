@@ -63,7 +63,7 @@ def test_dense_linears_are_captured(
         reference = prompt_log_probs(engine(model, **config))
     eager = prompt_log_probs(engine(model, **config))
     graphs = prompt_log_probs(engine(model, **config, **captured))
-    # Sums in another order flip 4-bit codes: with one to ten percent of the activations moved by one BF16 value the mean
-    # is 0.011 to 0.024, and single ones reach 0.3. Attention in BF16, or no residual, is 0.12 to 0.14 off on average.
+    # Sums in another order flip 4-bit codes: with one to ten percent of the activations moved by one BF16 value the
+    # mean is 0.011 to 0.024, single ones reach 0.3. Attention in BF16, or no residual, is 0.12 to 0.14 off on average.
     assert float((eager - reference).abs().mean()) < 0.04
     assert float((graphs - eager).abs().mean()) < 0.04
