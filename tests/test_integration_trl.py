@@ -235,7 +235,7 @@ def test_what_cannot_work_is_refused_at_construction(policy: Path, tmp_path: Pat
 
     with pytest.raises(ContractError, match="use_vllm: is off"):
         construct(use_vllm=False)
-    with pytest.raises(ContractError, match="vllm_tensor_parallel_size: is 2"):
+    with pytest.raises(ContractError, match="vllm_tensor_parallel_size: is 2, which does not divide"):
         construct(vllm_tensor_parallel_size=2)
     fsdp1 = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1))
     trainer = SimpleNamespace(accelerator=SimpleNamespace(state=fsdp1), is_fsdp_enabled=True)

@@ -28,6 +28,7 @@ from typing import Any
 import trl
 from accelerate.utils import gather_object
 from torch import Tensor
+from torch import distributed as dist
 from trl import GRPOTrainer
 from trl.generation import vllm_generation
 from trl.trainer.utils import ensure_master_addr_port
@@ -126,8 +127,16 @@ class QuadsGeneration(vllm_generation.VLLMGeneration):
         require_sampled_logprobs(self.vllm_client)
 
     def _start(self) -> None:
-        """An engine in this process. `external_launcher` runs it here, beside whatever process group there is."""
-        rank = self.accelerator.process_index
+        """An engine, or one rank of it, in this process, beside whatever process group there is."""
+        rank, ranks = self.accelerator.process_index, self.tensor_parallel_size
+        if self.accelerator.num_processes % ranks:
+            raise ContractError(
+                f"vllm_tensor_parallel_size: is {ranks}, which does not divide the number of processes, "
+                f"{self.accelerator.num_processes}"
+            )
+        if ranks > 1:  # TRL gathers prompts over it
+            groups = [list(range(i, i + ranks)) for i in range(0, self.accelerator.num_processes, ranks)]
+            self.tp_group, _ = dist.new_subgroups_by_enumeration(groups)
         os.environ["RANK"], os.environ["LOCAL_RANK"] = str(rank), str(self.accelerator.local_process_index)
         os.environ["WORLD_SIZE"] = str(self.accelerator.num_processes)
         ensure_master_addr_port()
@@ -144,7 +153,8 @@ class QuadsGeneration(vllm_generation.VLLMGeneration):
             "distributed_executor_backend": "external_launcher",
             "max_num_batched_tokens": 4096,  # TRL's: vLLM's default makes its memory profiler take too much
             "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
-            "seed": rank,
+            "tensor_parallel_size": ranks,
+            "seed": rank // ranks,  # ranks of one engine have to sample alike
         }
         self.llm = vllm_generation.LLM(**(options | self.engine_options))
         self._llm_weights_sleeping = False
@@ -190,13 +200,10 @@ class QuadsMixin:
         config = inspect.signature(super().__init__).bind(*args, **kwargs).arguments.get("args")
         if config is None or not config.use_vllm:
             raise ContractError("use_vllm: is off, but QUADS is about the vLLM rollout; pass GRPOConfig(use_vllm=True)")
-        if config.vllm_mode == "colocate" and config.vllm_tensor_parallel_size != 1:
-            raise ContractError(
-                f"vllm_tensor_parallel_size: is {config.vllm_tensor_parallel_size}; a colocated engine is refitted in "
-                f'this process, so use 1, or vllm_mode="server" for a model that needs several GPUs'
-            )
         if refresh_compensation and config.vllm_mode != "colocate":
             raise ContractError("refresh_compensation: a server's statistics cannot be reached from here; leave it off")
+        if refresh_compensation and config.vllm_tensor_parallel_size != 1:
+            raise ContractError("refresh_compensation: needs vllm_tensor_parallel_size=1; leave it off")
         config.use_vllm = False  # TRL would start an engine without QUADS; ours follows below
         try:
             super().__init__(*args, **kwargs)
@@ -269,9 +276,12 @@ def _generation(trainer: Any, config: Any, engine_options: dict[str, Any], refre
         server_host=config.vllm_server_host,
         server_port=config.vllm_server_port,
         server_timeout=config.vllm_server_timeout,
+        tensor_parallel_size=config.vllm_tensor_parallel_size,
         gpu_memory_utilization=config.vllm_gpu_memory_utilization,
         max_model_length=config.vllm_max_model_length,
-        max_num_seqs=config.per_device_train_batch_size * config.steps_per_generation,
+        max_num_seqs=config.per_device_train_batch_size
+        * config.vllm_tensor_parallel_size
+        * config.steps_per_generation,
         enable_sleep_mode=config.vllm_enable_sleep_mode,
         model_impl=config.vllm_model_impl,
         trust_remote_code=config.trust_remote_code,
