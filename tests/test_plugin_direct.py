@@ -104,21 +104,26 @@ def test_whatever_else_a_loader_does_stays_its_own(name: str) -> None:
 
 
 def test_two_tensors_of_one_place() -> None:
-    """Where tensors overwrite each other their order decides, which copies made together do not have."""
+    """Where tensors overwrite each other their order decides, which copies made together do not have; whether they came
+    together or one by one when they were watched."""
     loader: Loader = lambda m, t: m.w[: t.shape[0]].copy_(t)  # noqa: E731
-    load = Loads({"long": loader, "short": loader})
-    for seed in range(3):
-        assert load({"long": random(6, 4, seed=seed), "short": random(2, 4, seed=9)}) == ["long", "short"]
-        assert torch.equal(load.model.w[:2], random(2, 4, seed=9))
+    for together in (True, False):
+        load = Loads({"long": loader, "short": loader})
+        if not together:
+            assert load({"short": random(2, 4)}) == ["short"]
+            assert load({"long": random(6, 4)}) == ["long"]
+        for seed in range(3):
+            assert load({"long": random(6, 4, seed=seed), "short": random(2, 4, seed=9)}) == ["long", "short"]
+            assert torch.equal(load.model.w[:2], random(2, 4, seed=9))
 
 
 def test_what_has_changed_is_watched_anew() -> None:
-    """Another shape, dtype or stride of the tensor, another memory or parameter in the model: the loader decides,
-    and the new copy is remembered. A loader that fails teaches nothing."""
+    """Another shape or stride of the tensor, another memory or parameter in the model: the loader decides, and the new
+    copy is remembered. Another dtype, too, but then for good. A loader that fails teaches nothing."""
     load = Loads({"t": lambda m, t: m.w[: t.shape[0]].copy_(t)})
-    forms = [random(6, 4), random(3, 4), random(3, 4).float(), random(4, 3).T, random(6, 4)]
+    forms = [random(6, 4), random(3, 4), random(4, 3).T, random(6, 4)]
     asked = [load({"t": t}) for t in (forms[0], *forms)]
-    assert asked == [["t"], [], ["t"], ["t"], ["t"], ["t"]]
+    assert asked == [["t"], [], ["t"], ["t"], ["t"]]
     model = load.model
     model.w.data = model.w.data.clone()
     assert [load({"t": random(6, 4, seed=s)}) for s in (1, 2)] == [["t"], []]
@@ -128,6 +133,10 @@ def test_what_has_changed_is_watched_anew() -> None:
     assert load({"t": random(6, 4, seed=3)}) == ["t"]
     assert torch.equal(model.w, random(6, 4, seed=3))
     assert torch.equal(kept, random(6, 4, seed=2))
+    for tensor in (random(6, 4).float(), random(6, 4), random(6, 4)):
+        load.direct = DirectCopies(model) if tensor.dtype == torch.float32 else load.direct
+        assert load({"t": tensor}) == ["t"]
+        assert torch.equal(model.w, random(6, 4))
 
     def failing(m: nn.Module, t: Tensor) -> None:
         m.w.copy_(t)

@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Named = tuple[str, Tensor]
+_Span = tuple[int, int, int]
+"""A parameter's id, and where a part of it begins and ends."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class _Known:
     device: torch.device
     copies: tuple[_Copy, ...]
     """Without any, it is left to the loaders."""
+    written: tuple[_Span, ...]
+    """What the loaders copied it to."""
 
     def fits(self, tensor: Tensor) -> bool:
         """True if it can be done with this tensor."""
@@ -76,6 +80,8 @@ class DirectCopies:
                 self._places.setdefault(id(parameter), []).append((weakref.ref(module), leaf))
                 self._owners[id(parameter)] = parameter
         self._known: dict[str, _Known] = {}
+        self._disputed: set[int] = set()
+        """Ids of parameters to which loaders have done something else than to copy into them."""
 
     def copy(self, tensors: Sequence[Named]) -> list[Named]:
         """Copy the tensors of which it is known how; returns the others, for the loaders, in `watching`."""
@@ -113,7 +119,28 @@ class DirectCopies:
             copies = tuple(watch.copies(name, tensor)) if usable else ()
             if not all(map(self._is_in_place, copies)):
                 copies = ()
-            self._known[name] = _Known(tensor.shape, tensor.dtype, tensor.device, copies)
+            written = tuple(watch.spans(name))
+            self._known[name] = _Known(tensor.shape, tensor.dtype, tensor.device, copies, written)
+        self._disputed |= watch.changed()
+        self._leave_disputed({owner for name, _ in new for owner, _, _ in self._known[name].written})
+
+    def _leave_disputed(self, owners: set[int]) -> None:
+        """Where tensors overwrite each other, or are not all that is written, their order decides, which the loaders
+        know. owners: in which that may be so now."""
+        spans: list[tuple[_Span, str]] = []
+        left: set[str] = set()
+        for name, known in self._known.items():
+            for span in known.written:
+                if span[0] in owners:
+                    spans.append((span, name))
+                if span[0] in self._disputed:
+                    left.add(name)
+        spans.sort()
+        for ((one, _, end), name), ((other, begin, _), second) in itertools.pairwise(spans):
+            if one == other and end > begin:
+                left |= {name, second}
+        for name in left:
+            self._known[name] = replace(self._known[name], copies=())
 
     def _is_in_place(self, copy: _Copy) -> bool:
         owner = copy.owner
@@ -137,8 +164,10 @@ class _Watch(TorchDispatchMode):
             self._sources.setdefault(_storage(t), []).append((t.data_ptr(), t.data_ptr() + t.nbytes, name))
         self._owners: dict[int, nn.Parameter | None] = {}
         """Address of a storage -> the parameter that it belongs to; None if there are several."""
+        self._ids: dict[int, list[int]] = {}
         self._addresses: dict[int, int] = {}
         for owner in owners:
+            self._ids.setdefault(_storage(owner), []).append(id(owner))
             self._owners[_storage(owner)] = None if _storage(owner) in self._owners else owner
             self._addresses[id(owner)] = owner.data_ptr()
         self._written: dict[int, list[tuple[str, nn.Parameter, Tensor, Tensor]]] = {}
@@ -185,18 +214,20 @@ class _Watch(TorchDispatchMode):
         parts = self._sources.get(_storage(x), ())
         return next((name for begin, end, name in parts if begin <= address < end), None)
 
+    def spans(self, name: str) -> Iterator[_Span]:
+        """Where a tensor was copied to."""
+        for written in self._written.values():
+            for own, owner, target, _ in written:
+                if own == name:
+                    yield id(owner), target.data_ptr(), target.data_ptr() + target.nbytes
+
+    def changed(self) -> set[int]:
+        """Ids of the parameters with which something else was done than to copy into them."""
+        return {owner for storage in self._changed for owner in self._ids[storage]}
+
     def copies(self, name: str, tensor: Tensor) -> Iterator[_Copy]:
         """What was copied of a tensor; nothing if that may not be all that was done."""
-        found = []
-        for storage, written in self._written.items():
-            own = [(owner, target, source) for n, owner, target, source in written if n == name]
-            if not own:
-                continue
-            spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for _, _, t, _ in written)
-            overlap = any(end > begin for (_, end), (begin, _) in itertools.pairwise(spans))
-            if storage in self._changed or overlap:
-                return
-            found += own
+        found = [w[1:] for written in self._written.values() for w in written if w[0] == name]
         for _, target, source in found:
             if not torch.equal(_bytes(target), _bytes(source.contiguous())):
                 return
