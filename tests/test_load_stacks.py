@@ -212,7 +212,7 @@ def test_engine_on_a_gpu_has_the_fingerprint_of_the_checkpoint(tmp_path: Path, e
     conftest._save("qwen3_moe", tmp_path / "bf16", 0, num_experts=16, hidden_size=256, moe_intermediate_size=128)
     quantize_checkpoint(tmp_path / "bf16", tmp_path / "packed")
     served = as_engine(engine(tmp_path / "bf16", **ON_GPU))
-    packed = {name: load_packed(tmp_path / "packed", name) for name in served.quantized()}
+    packed = {name: load_packed(tmp_path / "packed", name) for name in served.quantized().shapes}
     assert served.fingerprint() == fingerprint_of(packed)
     name = "model.layers.1.mlp.experts.11.down_proj.weight"
     bad = damaged(tmp_path / "bf16", tmp_path / "bad", lambda t: t[name][3, 3].fill_(torch.nan))

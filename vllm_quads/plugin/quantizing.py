@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm_quads.kernels.weights import quantize_stack, weight_amax
 from vllm_quads.nvfp4 import CheckpointError
 from vllm_quads.plugin.parameters import Matrix
-from vllm_quads.plugin.storage import PackedStorage
+from vllm_quads.plugin.storage import PackedStorage, on
 
 _GPU_BYTES, _GPU_SHARE = 256 * 1024**2, 4
 """A batch is at most this large, and at most a layer's BF16 bytes divided by this."""
@@ -100,7 +100,7 @@ class _Stack:
         self.matrices = [matrix for _, matrix, _ in entries]
         self.weight = torch.stack(weights) if len(weights) > 1 else weights[0][None]
         """bfloat16 [S, N, K]."""
-        self.group = torch.tensor([group for group, _, _ in entries], device=self.weight.device)
+        self.group = on(self.weight.device, [group for group, _, _ in entries])
         """int64 [S]: which group each belongs to."""
 
 

@@ -76,7 +76,7 @@ class PackedStorage:
         for role, source in ((Role.WEIGHT, packed.codes), (Role.BLOCK_SCALE, packed.block_scales)):
             target = _words(self.tensor(prefix, role))
             firsts = [_first_row(m, target.shape[-2]) for m in matrices]
-            index = torch.tensor(firsts, device=target.device)[:, None] + torch.arange(rows, device=target.device)
+            index = on(target.device, firsts)[:, None] + torch.arange(rows, device=target.device)
             target.view(-1, target.shape[-1])[index.flatten()] = _words(source).flatten(0, 1)
         self.write_scalars(matrices, Role.DECODE_SCALE, packed.decode_scale)
 
@@ -85,13 +85,18 @@ class PackedStorage:
         scales = self.tensor(matrices[0].prefix, role)
         strides = scales.stride()
         index = [sum(i * stride for i, stride in zip(m.scalar, strides, strict=True)) for m in matrices]
-        scales.view(-1)[torch.tensor(index, device=scales.device)] = values.to(scales.device)
+        scales.view(-1)[on(scales.device, index)] = values.to(scales.device)
 
     def _parameter(self, prefix: str, role: Role) -> nn.Parameter:
         layer = self._layer()
         assert layer is not None
         param: nn.Parameter = getattr(layer, prefix + role.value)
         return param
+
+
+def on(device: torch.device, values: Sequence[int]) -> Tensor:
+    """int64 on a device, without waiting for what the device still has to do."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
 def _words(t: Tensor) -> Tensor:
