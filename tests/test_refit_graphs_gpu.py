@@ -18,9 +18,10 @@ from torch.distributed.fsdp import fully_shard
 pytest.importorskip("vllm")
 
 from trainer_qat import RolloutSync, export_checkpoint, prepare_qat
+from trainer_qat.push_stream import PushStream
 from vllm_quads.nvfp4 import RefitError
 from vllm_quads.plugin.engine import VllmEngine
-from vllm_quads.refit import Rollback, as_engine
+from vllm_quads.refit import Manifest, Rollback, as_engine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -109,6 +110,28 @@ def test_pushes_under_graphs_equal_a_load(
                 decoded(served, [17])
     sync.push()
     assert scores(served) == expected
+
+
+def test_tensors_that_arrive_on_two_streams_in_turn(served: Any, source: Path) -> None:
+    """As vLLM's NCCL engine delivers them: what a stream brings late is waited for on the other one, and memory that it
+    gives back is not taken while the other one reads it."""
+    sync = RolloutSync(trainer(source, 5), served)
+    expected = sync.push().fingerprint
+    values, rollout, payload = scores(served), as_engine(served), sync.payload
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for packed in (True, False):
+        RolloutSync(trainer(source, 6), served).push()
+        push = PushStream(payload, packed=packed, digest=False)
+        push.check()
+        ready = [(name, t.clone()) for name, t in push.tensors()]
+        rollout.begin(Manifest(payload.contract, payload.quantized, push.specs(), rollout.policy_version() + 1))
+        for i, (name, tensor) in enumerate(ready):
+            streams[i % 2].synchronize()
+            with torch.cuda.stream(streams[i % 2]):
+                torch.cuda._sleep(10_000_000)
+                rollout.load([(name, tensor.clone())])
+        assert rollout.commit().fingerprint == rollout.fingerprint() == expected
+        assert scores(served) == values
 
 
 def test_a_sharded_trainer_pushes_the_same(served: Any, source: Path) -> None:

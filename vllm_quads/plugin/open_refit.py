@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vllm_quads.compensation import CompensationState
@@ -48,6 +49,8 @@ class OpenRefit:
     """Unit name -> what writing each of its sections leaves behind."""
     status: Tensor
     """int32 [units]: what a `WeightHolder` has found while it wrote (`kernels.install`)."""
+    stream: torch.cuda.Stream | None
+    """On which everything is done; None on a CPU."""
     flags: Flags = field(default_factory=Flags)
     loaders: dict[str, Any] = field(default_factory=dict)
     """Layer -> what its loader remembers of the time before."""

@@ -10,13 +10,15 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from vllm_quads.plugin.streams import current_stream
+
 _GOES_ON = contextlib.nullcontext()
 """A phase of the device ends where another one begins, not where the host leaves it."""
 
 
 class PhaseTimer:
-    """Adds up the time of named phases: of the device where there is one, else of the host. Never waits for the device
-    before `seconds`.
+    """Adds up the time of named phases: of the stream that was current, on a GPU, else of the host. Never waits for the
+    device before `seconds`.
 
     An event between two kernels costs a microsecond or two of the device, so that one ends a phase and begins the
     next, and a phase goes on until another one begins or `rest` is called.
@@ -27,14 +29,8 @@ class PhaseTimer:
         self._host: dict[str, float] = {}
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._open: tuple[str, torch.cuda.Event] | None = None
-        self._stream: torch.cuda.Stream | None = None
-        self.follow_stream()
-
-    def follow_stream(self) -> None:
-        """Time the stream that is current now. Looking it up for every phase would cost more than the rest of it."""
-        if self._device.type == "cuda":
-            self.rest()
-            self._stream = torch.cuda.current_stream(self._device)
+        self._stream = current_stream(device)
+        """Looking it up for every phase would cost more than the rest of it."""
 
     def phase(self, name: str) -> AbstractContextManager[object]:
         """Time what is done, or enqueued on the stream, inside."""

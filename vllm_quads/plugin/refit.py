@@ -38,6 +38,7 @@ from vllm_quads.plugin.open_refit import OpenRefit
 from vllm_quads.plugin.phases import PhaseTimer
 from vllm_quads.plugin.policy import config_of, refresh_compensation
 from vllm_quads.plugin.refit_checks import compare_digests, planned
+from vllm_quads.plugin.streams import current_stream, ordered
 from vllm_quads.plugin.undo import UndoLog
 from vllm_quads.refit import EngineState, Manifest, RefitCounters, RefitReport, RefitStatus, Rollback
 from vllm_quads.refit.report import KEEP_SERVING, REFUSES, STILL_REFUSES
@@ -108,17 +109,17 @@ class RefitSession:
     def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Take whole tensors, on any device, and install every layer that they complete.
 
-        On a GPU, work is enqueued on the current stream, and the sender's memory may be reused in that order. Raises
+        On a GPU, work is ordered with the current stream, and the sender's memory may be reused in that order. Raises
         RefitError for a tensor that the manifest does not promise or that is damaged; then the refit is over.
         """
         refit = self._require_open()
         self._stage = "tensor"
         if refit.receiving:
             raise self._ended(RefitError(_ARRIVING))
-        refit.timer.follow_stream()
         refit.receiving = True
         try:
-            self._installer.receive(refit, tensors)
+            with ordered(refit.stream):
+                self._installer.receive(refit, tensors)
         except BaseException as e:
             if refit.ended:  # what is open now, if anything, is another refit
                 raise
@@ -144,11 +145,11 @@ class RefitSession:
                 raise RefitError(failed or "no refit is under way; call begin(manifest) first")
             if refit.receiving:
                 raise RefitError(_ARRIVING)
-            refit.timer.follow_stream()
-            self._finish_installing(refit, compensation)
-            with refit.timer.phase("verify"):
-                own = self._table.read(refit.digests)
-            seconds = refit.timer.seconds()
+            with ordered(refit.stream):
+                self._finish_installing(refit, compensation)
+                with refit.timer.phase("verify"):
+                    own = self._table.read(refit.digests)
+                seconds = refit.timer.seconds()
         except Exception as e:
             error = e
         except BaseException as e:
@@ -226,6 +227,7 @@ class RefitSession:
             digests=digests,
             receipts=self._table.receipts(digests, status),
             status=status,
+            stream=current_stream(self._device),
         )
         timer.add("validate", time.perf_counter() - reserved + validated - start)
         timer.add("undo", reserved - validated)
@@ -358,7 +360,8 @@ class RefitSession:
         reason = f"a refit to policy version {refit.manifest.policy_version} failed"
         if refit.undo is not None:
             try:
-                self._restore(refit, refit.undo)
+                with ordered(refit.stream):
+                    self._restore(refit, refit.undo)
                 config.refusal = refit.serving_before
                 self.counters.rolled_back += 1
             except BaseException as e:
