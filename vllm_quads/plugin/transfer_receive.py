@@ -58,12 +58,19 @@ class Receivers:
             self._sink.load_weights(list(_read(Path(arguments["file"])).items()))
         elif plane == "ipc":
             self._scalars = set(arguments.get("scalars", ()))
-            self.load_weights(_opened(arguments, self._device))
+            try:
+                self.load_weights(_opened(arguments, self._device))
+            finally:
+                self._wait()  # the trainer takes the answer for leave to use this memory for something else
         elif plane == "nccl":
             self._scalars = set(arguments.get("scalars", ()))
             self._nccl().receive_weights(compat.update_info(self._nccl(), arguments))
         else:
             raise RefitError(f"plane: is {plane!r}, expected 'inline', 'disk', 'ipc' or 'nccl'")
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """What vLLM's receiving engine calls. Scalars travel as vectors, because vLLM 0.26 cannot unpack them."""

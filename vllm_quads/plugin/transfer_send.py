@@ -159,6 +159,8 @@ class NcclPlane:
                     torch.cuda.current_stream().synchronize()
                 compat.broadcast_as_trainer(iter(ordered), self._group, _ONE_CHUNK)
             received.result()
+            if device.type == "cuda":  # nor does what the tensors' memory is used for next wait for these streams
+                torch.cuda.synchronize(device)
         finally:
             pool.shutdown(wait=False)  # after a failed broadcast the workers stay in NCCL: do not wait for them
 
