@@ -185,6 +185,7 @@ def measure(model: Any, engine: Any, answers: Callable[[], Any]) -> dict[str, An
         result[name] = {"seconds": seconds, "GB": round(report.bytes / 1e9, 3), "fingerprint": report.fingerprint}
         assert report.verified, "the report does not say that digests were compared"
         assert engine.fingerprint() == report.fingerprint
+        say(name, report.fingerprint, seconds)
         scores = answers()
         if name == "A":
             first = scores
