@@ -289,7 +289,13 @@ def test_what_is_in_the_way_is_said_before_the_calibration(
 @pytest.mark.parametrize(
     ("options", "lacking"),
     [
-        ({}, ["no block for RAC is chosen: prompt tokens (but on Hopper)", "no channel is centred"]),
+        (
+            {},
+            [
+                "no block for RAC is chosen: prompt tokens are not compensated (on Hopper they are)",
+                "no channel is centred",
+            ],
+        ),
         ({"activation.centering": "none", "compensation.form": "blocks"}, ["is chosen: tokens are not compensated"]),
         ({"compensation.form": "rows"}, ["no channel is centred"]),
         ({"compensation.form": "rows", "activation.centering": "none"}, []),

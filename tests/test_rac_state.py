@@ -139,3 +139,10 @@ def test_a_truncated_file_is_named(size: int, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(CheckpointError, match=r"compensation\.safetensors: cannot be read"):
         CompensationState.load(tmp_path)
+
+
+def test_a_state_prints_as_one_line() -> None:
+    """What is printed says how much is chosen, and holds no tensors."""
+    site = SiteState(torch.tensor([0.0] * 16 + [1.0] * 16), torch.tensor([[True, False], [True, True]]))
+    state = CompensationState({"a": site, "b": SiteState.empty(32)})
+    assert repr(state) == "CompensationState(2 sites, 3 of 6 blocks, 1 centred)"

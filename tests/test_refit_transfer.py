@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -90,6 +93,33 @@ def test_weights_that_are_gone_are_not_reported_as_serving() -> None:
     assert not REGISTRY.get_sample_value("quads_fingerprint_info", labels)
     metrics.serves(4, "f" * 16)
     assert REGISTRY.get_sample_value("quads_fingerprint_info", labels) == 1
+
+
+def test_files_of_metrics_do_not_pile_up(tmp_path: Path) -> None:
+    """A worker leaves one file, which goes when it ends, and takes away those of workers that were killed."""
+    dead = multiprocessing.get_context("spawn").Process(target=int)
+    dead.start()
+    dead.join()
+    killed = tmp_path / f"quads-metrics-old.0.{dead.pid}.prom"
+    running = tmp_path / f"quads-metrics-other.0.{os.getpid()}.prom"
+    for file in (killed, running):
+        file.write_text("")
+    own = tmp_path / f"quads-metrics-new.0.{os.getpid()}.prom"
+    with mock.patch("atexit.register") as at_exit:
+        RefitMetrics(11, own)
+    assert sorted(tmp_path.iterdir()) == sorted([own, running])
+    (call,) = at_exit.call_args_list
+    call.args[0](**call.kwargs)
+    assert list(tmp_path.iterdir()) == [running]
+
+
+def test_workers_that_share_a_gpu_are_not_sent_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is exported once may be opened by one process: the second would give it back twice."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(transfer_send, "_uuid", lambda i: "gpu-a")
+    control = SimpleNamespace(rpc=lambda *_: [{"gpu": "gpu-a"}, {"gpu": "gpu-a"}])
+    with pytest.raises(RefitError, match="several workers run on GPU gpu-a; use the NCCL"):
+        IpcPlane().connect(control, "x")  # type: ignore[arg-type]
 
 
 def test_a_worker_answers_questions(shared: tuple[Any, Any]) -> None:

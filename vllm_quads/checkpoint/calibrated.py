@@ -27,8 +27,9 @@ def missing_calibration(contract: Contract | None, state: CompensationState | No
     sites = [] if state is None else list(state.sites.values())
     lacking = []
     if uses_blocks(contract) and not any(bool(s.blocks.any()) for s in sites):
-        who = "prompt tokens (but on Hopper)" if contract.compensation.form is Form.AUTO else "tokens"
-        lacking.append(f"no block for RAC is chosen: {who} are not compensated")
+        who = "prompt tokens are not compensated (on Hopper they are)"
+        who = who if contract.compensation.form is Form.AUTO else "tokens are not compensated"
+        lacking.append(f"no block for RAC is chosen: {who}")
     if contract.activation.centering is not Centering.NONE and not any(bool(s.center.any()) for s in sites):
         lacking.append("no channel is centred")
     if not lacking:

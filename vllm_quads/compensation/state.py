@@ -64,6 +64,12 @@ class CompensationState:
     sites: Mapping[str, SiteState] = field(default_factory=dict)
     sensitivities: Mapping[str, float] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        chosen = sum(int(s.blocks.sum()) for s in self.sites.values())
+        blocks = sum(s.blocks.numel() for s in self.sites.values())
+        centred = sum(bool(s.center.any()) for s in self.sites.values())
+        return f"CompensationState({len(self.sites)} sites, {chosen} of {blocks} blocks, {centred} centred)"
+
     def digests(self) -> dict[str, int]:
         """Digest of each site, to be merged into a fingerprint."""
         return {

@@ -49,6 +49,9 @@ class RefitMetrics:
         for outcome in ("committed", "refused", "rolled_back", "broken"):
             self._of("refit", outcome)
         self._of("version").set(0)
+        if file is not None:
+            _sweep(file.parent)
+            atexit.register(file.unlink, missing_ok=True)
         self._publish()
 
     def _of(self, name: str, *labels: str) -> Any:
@@ -188,6 +191,14 @@ class _Bridge:
         """Delete the files, at the end of the API server."""
         for file in self._pattern.parent.glob(f"{self._pattern.name}.*.prom"):
             with contextlib.suppress(OSError):
+                file.unlink()
+
+
+def _sweep(directory: Path) -> None:
+    """Delete what workers of this user have left that were killed."""
+    for file in directory.glob("quads-metrics-*.prom"):
+        with contextlib.suppress(OSError, ValueError):
+            if file.stat().st_uid == os.getuid() and not _is_running(int(file.suffixes[-2][1:])):
                 file.unlink()
 
 

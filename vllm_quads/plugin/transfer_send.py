@@ -36,7 +36,8 @@ class IpcPlane:
         self._devices: dict[str, torch.device] = {}
 
     def connect(self, control: Control, instance: str) -> None:
-        """Find the workers' GPUs among this process' own. Raises RefitError for one that it does not see."""
+        """Find the workers' GPUs among this process' own. Raises RefitError for one that it does not see, or that
+        several workers share."""
         mine = {_uuid(i): torch.device("cuda", i) for i in range(torch.cuda.device_count())}
         wanted = [str(status.get("gpu")) for status in control.rpc(WORKER, "status")]
         missing = [gpu for gpu in wanted if gpu not in mine]
@@ -45,6 +46,9 @@ class IpcPlane:
                 f"CUDA IPC: a worker runs on GPU {missing[0]}, which the trainer does not see (only {sorted(mine)}); "
                 f"use the NCCL data plane for engines on other GPUs"
             )
+        twice = next((gpu for gpu in wanted if wanted.count(gpu) > 1), None)
+        if twice is not None:  # memory that is exported once may be opened once
+            raise RefitError(f"CUDA IPC: several workers run on GPU {twice}; use the NCCL data plane")
         self._devices = {gpu: mine[gpu] for gpu in wanted}
 
     def send(self, control: Messenger, tensors: list[tuple[str, Tensor]]) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from vllm_quads.nvfp4 import RefitError
 from vllm_quads.refit.client import HttpEngine, adapt_url
 from vllm_quads.refit.manifest import Manifest, Rollback, TensorSpec
 from vllm_quads.refit.protocol import Lasting, RolloutEngine, as_engine, register_adapter
@@ -18,6 +19,7 @@ __all__ = [
     "Lasting",
     "Manifest",
     "RefitCounters",
+    "RefitError",
     "RefitReport",
     "RefitStatus",
     "Rollback",
