@@ -146,9 +146,12 @@ class Table:
     def save(self) -> None:
         """Write what there is, on rank 0."""
         ranks = self._settings["ranks"]
+        model = f"{self._settings['layers']} layers of Qwen3-30B-A3B" + (
+            f" under FSDP2 on {ranks} GPUs" if ranks > 1 else ""
+        )
         result = Result(
             "training",
-            "Training step of Qwen3-30B-A3B's layers, weights of the routed experts in NVFP4",
+            f"Training step of {model}, weights of the routed experts in NVFP4",
             "tokens of a micro-batch",
             self._series(),
             environment.describe(),
