@@ -12,7 +12,7 @@ import torch
 
 from vllm_quads.compensation import CompensationState
 from vllm_quads.nvfp4 import Contract, QuadsError
-from vllm_quads.plugin.engine import adapt
+from vllm_quads.plugin.inprocess import adapt
 
 MAX_MODEL_LEN = 1024
 SHARED_CARD = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 4 << 30}

@@ -130,7 +130,7 @@ class QuadsConfig(QuantizationConfig):
         return self._contract
 
     def replace_contract(self, contract: Contract) -> None:
-        """Switch to a contract with the same weights (see `engine.set_activation`)."""
+        """Switch to a contract with the same weights (see `VllmEngine.set_activation`)."""
         if contract == self.contract:
             return
         self._refuse_under_graphs("keeps the options that its graphs were captured with")

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _UNFINISHED = "the engine has unfinished requests, which would mix two policies; let them finish first"
 _RUNTIME_SECTIONS = ("scheme", "activation", "compensation")
-_ENGINES: weakref.WeakKeyDictionary[Any, VllmEngine] = weakref.WeakKeyDictionary()
 
 
 class VllmEngine:
@@ -205,25 +204,6 @@ class VllmEngine:
         from vllm_quads.plugin.policy import config_of
 
         return self._run(lambda model: fn(config_of(model)))
-
-
-def adapt(obj: Any) -> VllmEngine | None:
-    """Adapter for `vllm_quads.refit.as_engine`: knows vLLM's `LLM`."""
-    if not type(obj).__module__.startswith("vllm.") or not hasattr(obj, "apply_model"):
-        return None
-    if obj not in _ENGINES:
-        from vllm_quads.plugin.launched import LaunchedEngine
-
-        _ENGINES[obj] = LaunchedEngine(obj) if compat.is_launched(obj) else VllmEngine(obj)
-    return _ENGINES[obj]
-
-
-def set_activation(llm: LLM, contract: Contract) -> None:
-    """Switch scheme, activation and compensation options of a running `LLM` (see `VllmEngine.set_activation`)."""
-    engine = adapt(llm)
-    if engine is None:
-        raise QuadsError(f"{type(llm).__name__} is not a vLLM LLM")
-    engine.set_activation(contract)
 
 
 def _with(contract: Contract, sections: Mapping[str, Any]) -> Contract:

@@ -35,7 +35,7 @@ def _register() -> None:
 
     from vllm_quads.plugin import compat, serving
     from vllm_quads.plugin.config import QuadsConfig
-    from vllm_quads.plugin.engine import adapt
+    from vllm_quads.plugin.inprocess import adapt
     from vllm_quads.refit import register_adapter
 
     if current_platform.is_cpu() and hasattr(torch.cpu, "_init_amx"):
