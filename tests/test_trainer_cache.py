@@ -12,6 +12,7 @@ from torch import nn
 from trainer_models import ALL_LINEARS, qwen3, single_thread, tokens  # noqa: F401
 
 from trainer_qat import CacheMode, clear_cache, prepare_qat
+from trainer_qat.cache import row_sums
 from trainer_qat.prepare import expert_weights, quantizers_of
 from vllm_quads.nvfp4 import Contract, FormatError, PackedTensor, WeightGlobalScale, fake_quantize_weight
 
@@ -213,3 +214,14 @@ def test_a_frozen_scale_that_moves_is_noticed(mode: CacheMode) -> None:
         quantizer.frozen.mul_(0.4)
     quantizer.frozen = quantizer.frozen * 3
     assert torch.equal(expert_weights(experts)[1], fake_quantize_weight(experts.down_proj, amax=quantizer.frozen))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda w: w.roll(4, -1), lambda w: w * torch.tensor([1.0, -1.0] * 4 + [1.0] * (w.shape[-1] - 8)).to(w.dtype)],
+    ids=["words moved", "signs flipped"],
+)
+def test_checksums_see_what_a_sum_does_not(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Words that change places within a row, and signs that are flipped in pairs, change the row's checksum."""
+    weight = torch.randn(3, 32, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    assert not (row_sums(weight) == row_sums(change(weight))).any()

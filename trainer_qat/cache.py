@@ -50,8 +50,15 @@ class CacheMode(str, Enum):
 
 
 def row_sums(weight: Tensor) -> Tensor:
-    """Sum of each row's 64-bit words modulo 2^64, int64 [..., N]; K * itemsize is a multiple of 8 for NVFP4 weights."""
-    return weight.detach().contiguous().view(torch.int64).sum(dim=-1)
+    """Checksum of each row, int64 [..., N]; K * itemsize is a multiple of 8 for NVFP4 weights.
+
+    The sum of its 64-bit words modulo 2^64, each folded, or two flipped top bits would cancel, and times an odd number
+    of its own, or words could change places.
+    """
+    words = weight.detach().contiguous().view(torch.int64)
+    folded = (words >> 32).bitwise_xor_(words)
+    places = torch.arange(1, 2 * folded.shape[-1], 2, device=folded.device)
+    return folded.mul_(places).sum(dim=-1)
 
 
 def in_backward() -> bool:

@@ -64,6 +64,9 @@ class QuadsConfig(QuantizationConfig):
         """Version of the weights that are serving, as counted by the trainer."""
         self.refusal: str | None = None
         """Why no forward pass may run (weights of two policies, or none), or None."""
+        self._to_reload: set[str] = set()
+        """Layers that have not been loaded since a reload failed."""
+        self._reload_refusal = ""
         self.on_refused: Callable[[], None] | None = None
         """Called when a forward pass is refused: an engine in this process gives its requests up, for what is not
         computed now would be missing when vLLM goes on with them."""
@@ -312,13 +315,30 @@ class QuadsConfig(QuantizationConfig):
             return
         try:
             runtime.loader.finish(need_input_scale=needs_input_scales(self.contract))
-        except CheckpointError:
+        except CheckpointError as e:
             compat.abandon_layerwise_reload()
             for other in self.runtimes.values():
                 other.loader.forget_partial()
+            self._reload_failed(str(e))
             raise
+        self._reloaded(runtime)
         runtime.settle_for_graphs()
         runtime.hand_over()
+
+    def _reload_failed(self, reason: str) -> None:
+        """Some layers hold new weights now, others old ones: nothing serves until all of them are new."""
+        self._to_reload = set(self.runtimes)
+        self._reload_refusal = self.refusal = (
+            f"a reload has failed ({reason}), and layers of two checkpoints are mixed; load a complete one, or push "
+            f"with trainer_qat.RolloutSync"
+        )
+
+    def _reloaded(self, runtime: LayerRuntime) -> None:
+        """A layer has been loaded whole."""
+        if self._to_reload:
+            self._to_reload -= {key for key, other in self.runtimes.items() if other is runtime}
+            if not self._to_reload and self.refusal == self._reload_refusal:
+                self.refusal = None
 
     def model_loaded(self) -> None:
         """The whole model has been built and loaded: resolve the contract against it, and load the saved state."""

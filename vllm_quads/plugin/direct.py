@@ -10,7 +10,6 @@ leaves the tensor to them for ever, and a tensor of another form or a parameter 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -136,9 +135,12 @@ class DirectCopies:
                 if span[0] in self._disputed:
                     left.add(name)
         spans.sort()
-        for ((one, _, end), name), ((other, begin, _), second) in itertools.pairwise(spans):
-            if one == other and end > begin:
-                left |= {name, second}
+        furthest: tuple[int, int, str] | None = None  # of the spans so far: parameter, end, tensor
+        for (owner, begin, end), name in spans:
+            if furthest is not None and furthest[0] == owner and furthest[1] > begin:
+                left |= {furthest[2], name}
+            if furthest is None or furthest[0] != owner or furthest[1] < end:
+                furthest = (owner, end, name)
         for name in left:
             self._known[name] = replace(self._known[name], copies=())
 

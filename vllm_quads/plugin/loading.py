@@ -211,8 +211,11 @@ class PackedLoader:
                 self._damaged[m.name] = f"{self._where(m, Role.WEIGHT)}: a reload began before it was written"
             self._waiting = self._nothing()
             self._whole = False
-            for status in self._status.values():
+            self._renewed.clear()
+            for status in self._status.values():  # what an interrupted load has left must not stand in for anything
                 status.complete = False
+                status.fields.clear()
+                status.pending = None
         rows, channels = matrix.local_n[1], matrix.local_k[1]
         codes, scales = rows * channels // 2, rows * channels // BLOCK_SIZE
         fields = {"codes": codes, "scales": scales, "global": 1, "input": 0}
@@ -252,9 +255,10 @@ class PackedLoader:
         self.write_waiting()
         self._counting = False
         self._renewed.clear()
+        partial = self._partial()
         for matrix in self.matrices:
             status = self._status[matrix.name]
-            if not status.complete:
+            if not status.complete or matrix is partial:
                 raise CheckpointError(f"{self._first_missing(matrix)}: is missing; the checkpoint is incomplete")
             if need_input_scale and matrix.name not in self._input_scales:
                 raise CheckpointError(
