@@ -358,7 +358,7 @@ def test_gap_passes_its_options_and_keeps_stdout_clean(
     assert seen[1].trainer_device == "auto"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU that must be missing here is there")
 def test_gap_without_the_gpu_that_was_asked_for(bf16: Path) -> None:
     """--trainer-device cuda without a GPU ends before any engine starts, with the exit code for what is missing."""
     result = quads("gap", bf16, "--trainer-device", "cuda", "--json", code=3)

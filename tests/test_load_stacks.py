@@ -25,7 +25,7 @@ from vllm_quads.refit import as_engine
 
 EXPERTS, HIDDEN, INTER = 32, 128, 64
 Key = tuple[int, str]
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=on_gpu)])
@@ -205,7 +205,7 @@ def test_missing_and_misshapen_experts_are_named(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_engine_on_a_gpu_has_the_fingerprint_of_the_checkpoint(tmp_path: Path, engine: Callable[..., Any]) -> None:
     """A BF16 checkpoint that a GPU quantizes while it loads has the fingerprint of the one that `quads quantize` writes
     on the CPU; a NaN in one expert stops the engine by name."""

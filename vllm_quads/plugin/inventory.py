@@ -17,7 +17,7 @@ from vllm_quads.plugin import compat
 from vllm_quads.plugin.config import QuadsConfig, expert_shapes
 from vllm_quads.plugin.flags import Flags
 from vllm_quads.plugin.linear import full_rows
-from vllm_quads.plugin.loading import FLOATS, Role
+from vllm_quads.plugin.parameters import FLOATS, Role
 from vllm_quads.plugin.runtime import LayerRuntime
 from vllm_quads.plugin.units import Unit, units_of
 from vllm_quads.refit import TensorSpec

@@ -20,7 +20,7 @@ from vllm_quads.kernels.weights import QuantizedStack, digest_stack, quantize_st
 from vllm_quads.nvfp4 import BLOCK_SIZE, unit_of
 from vllm_quads.plugin.backends import Receipt, WeightHolder
 from vllm_quads.plugin.flags import Flags
-from vllm_quads.plugin.loading import Matrix, Role
+from vllm_quads.plugin.parameters import Matrix, Role
 from vllm_quads.plugin.runtime import ExpertsRuntime, LayerRuntime
 
 FIELD_DTYPES = {
