@@ -4,8 +4,8 @@
     python benchmarks/refit_two_gpus.py nccl       # trainer on GPU 0, server on GPU 1, tensors by NCCL
     python benchmarks/refit_two_gpus.py ipc        # trainer on GPU 0, tensor-parallel server on both, CUDA IPC
     torchrun --nproc-per-node 2 benchmarks/refit_two_gpus.py nccl ipc     # the second with an FSDP2 trainer on both
-    NCCL_MULTI_RANK_GPU_ENABLE=1 python benchmarks/refit_two_gpus.py nccl-tp     # trainer on GPU 0, tensor-parallel
-        # server on both, tensors by NCCL: trainer and a worker share a GPU, which NCCL allows from 2.30 on
+    NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_PROTO=LL,Simple python benchmarks/refit_two_gpus.py nccl-tp   # trainer on GPU
+        # 0, tensor-parallel server on both, by NCCL: trainer and a worker share a GPU, which needs NCCL 2.30
     torchrun --nproc-per-node 2 benchmarks/refit_two_gpus.py launcher   # FSDP2 trainer and tensor-parallel engine in
         # the same two processes, then one trainer process to both by NCCL; with one GPU both processes share it, which
         # also needs NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1 (see `refit_launcher`)
@@ -187,6 +187,8 @@ def measure(model: Any, engine: Any, answers: Callable[[], Any]) -> dict[str, An
         assert engine.fingerprint() == report.fingerprint
         say(name, report.fingerprint, seconds)
         scores = answers()
+        repeats = differing(answers(), scores)
+        assert not repeats, f"{name}: the same weights answer twice in two ways, so nothing can be compared: {repeats}"
         if name == "A":
             first = scores
         elif name == "B":
