@@ -17,6 +17,7 @@ from vllm_quads.nvfp4 import (
     matrix_digest,
     name_weights,
     packed_digest,
+    tensor_digest,
     unit_digests,
     unit_fingerprint,
     unit_of,
@@ -75,6 +76,23 @@ def test_digest_reads_bytes_whatever_the_dtype_or_stride() -> None:
     wide = torch.cat((a, a), dim=1)
     assert matrix_digest(wide[:, :32]) == matrix_digest(a)
     assert matrix_digest(torch.stack((a, a.flip(0))))[1] == matrix_digest(a.flip(0))
+
+
+@pytest.mark.parametrize("elements", [1, 2, 7, 2048, 2050, 70_001])
+def test_digest_of_a_tensor(elements: int) -> None:
+    """Of a tensor of any size its bytes count, and no shape or stride: one bit, two words that have changed places, and
+    an element more make another digest."""
+    a = torch.randn(elements, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    others = [torch.cat((a, a.new_ones(1))), *(a.clone() for _ in range(3))]
+    for other, at in zip(others[1:], (0, elements // 2, elements - 1), strict=True):
+        other.view(torch.int16)[at] ^= 1
+    if elements >= 2048:
+        others.append(torch.cat((a[2:4], a[:2], a[4:])))
+        others.append(a.roll(2))
+    digests = {int(tensor_digest(t)) for t in others}
+    assert int(tensor_digest(a)) not in digests
+    forms = [a[None], a[:, None], torch.stack((a, a), dim=-1)[:, 0], torch.cat((a[:1], a))[1:]]
+    assert {int(tensor_digest(t)) for t in forms} == {int(tensor_digest(a))}
 
 
 @pytest.mark.parametrize("field", ["codes", "block_scales", "decode_scale"])
@@ -148,3 +166,4 @@ def test_known_value() -> None:
     """The digest is part of the protocol between releases: a fixed input has a fixed fingerprint."""
     w = (torch.arange(4 * 32).reshape(4, 32) % 13 - 6).float()
     assert fingerprint_of({"w": PackedTensor.quantize(w)}) == "fa5e42cdc4c67b5f"
+    assert int(tensor_digest(w)) % 2**64 == 0x7B2201145F2D6991

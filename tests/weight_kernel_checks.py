@@ -17,7 +17,8 @@ from torch import Tensor
 
 from vllm_quads.kernels import weights as kernels
 from vllm_quads.kernels.kept import KeptQuantization
-from vllm_quads.nvfp4 import PackedTensor, fake_quantize_weight, packed_digest
+from vllm_quads.kernels.tensors import TensorDigests, digest_tensors
+from vllm_quads.nvfp4 import PackedTensor, fake_quantize_weight, packed_digest, tensor_digest
 from vllm_quads.nvfp4.errors import FormatError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -251,11 +252,34 @@ def kept_by_parts(device: str) -> None:
         same(kept.values, fake_quantize_weight(w.cpu()), "values")
 
 
+def tensors(device: str) -> None:
+    """Digests of tensors of all forms and sizes at once: scalars, rows of words that are not full, odd bytes, views."""
+    g = torch.Generator().manual_seed(3)
+
+    def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(shape, generator=g).to(dtype)
+
+    given = [
+        random(), random(3), random(64, dtype=torch.float32), random(0, 4), random(513, 5, dtype=torch.float16),
+        random(2, 3, 1700), random(65, 64).t(), random(9001)[1:7], torch.arange(5, dtype=torch.uint8), random(20, 2048),
+        random(1, dtype=torch.float64), random(40, 1024, dtype=torch.float32),
+    ]  # fmt: skip
+    expected = torch.stack([tensor_digest(t) for t in given])
+    same(digest_tensors([t.to(device) if t.is_contiguous() else t.T.to(device).T for t in given]), expected, "digests")
+    assert len(set(expected.tolist())) == len(given)
+    collected = TensorDigests()
+    for i, t in enumerate(given[:6]):
+        collected.add(str(i), t.to(device))
+    collected.add_all((str(i), t.to(device)) for i, t in enumerate(given) if i >= 6)
+    assert collected.read() == {str(i): value % 2**64 for i, value in enumerate(expected.tolist())}
+    assert digest_tensors([]).numel() == 0
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     f.__name__: f
     for f in (
         random_weights, edge_values, ties, every_magnitude, frozen_scales, views, shared_scales, not_finite, every_code,
-        kept, kept_by_parts,
+        kept, kept_by_parts, tensors,
     )
 }  # fmt: skip
 

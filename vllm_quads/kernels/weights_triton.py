@@ -482,3 +482,22 @@ def digest_kernel(
         weight = _position_weights(tl.zeros((), tl.int32))
         total += tl.where(tl.program_id(0) == 0, (x ^ (x >> 31)) * weight * weight, 0)
     tl.atomic_add(out + matrix, total)
+
+
+@triton.jit
+def digest_tensors_kernel(table, out, COLUMNS: tl.constexpr):
+    """Adds the digests of tensors to out int64: words as rows of COLUMNS, every so many of them for each program.
+
+    table: int64 [tensors, 3], address, 32-bit words, and index in out.
+    """
+    entry = table + 3 * tl.program_id(1)
+    pointer = tl.load(entry).to(tl.pointer_type(tl.int32))
+    words = tl.load(entry + 1)
+    lane = tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), tl.int64)
+    for row in range(tl.program_id(0), tl.cdiv(words, COLUMNS).to(tl.int32), tl.num_programs(0)):
+        here = row + tl.zeros((1,), tl.int64)
+        at = here * COLUMNS + lane
+        x = (tl.load(pointer + at, mask=at < words, other=0).to(tl.int64) + 0x5BD1E995) * -7046029254386353131
+        total += tl.where(at < words, (x ^ (x >> 31)) * _position_weights(here), 0)
+    tl.atomic_add(out + tl.load(entry + 2), tl.sum(total * _position_weights(lane), axis=0))

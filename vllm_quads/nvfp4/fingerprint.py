@@ -8,7 +8,7 @@ against mistakes (a stale, swapped, missing or moved value), not against an adve
 
 Digests of matrices add up to those of *units*, the tensors that a rollout stores as one (gate and up of all experts of
 a layer; q, k, v), and the fingerprint is a hash over the units: a refit compares units and names the first that
-differs.
+differs. Tensors that are not quantized are digested as they are sent (`tensor_digest`), and belong to no fingerprint.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ _MIX = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64 (golden-ratio multipl
 _FINAL = -4658895280553007687  # 0xBF58476D1CE4E5B9 as int64
 _EXPERT_INDEX = re.compile(r"\.experts\.\d+\.")
 CODES_PER_WORD = 8
+TENSOR_COLUMNS = 1024
+_CHUNK = (1 << 24, 1 << 15)
+"""Words that are digested at a time: on a device, where each step is a launch, and on a CPU."""
 
 
 def _weights(count: int, offset: int, device: torch.device) -> Tensor:
@@ -42,12 +45,33 @@ def _words_digest(words: Tensor, row_offset: int, column_offset: int) -> Tensor:
     *lead, rows, columns = words.shape
     row_weights = _weights(rows, row_offset, words.device)
     column_weights = _weights(columns, column_offset, words.device)
+    # Some rows at a time: two int64 temporaries that stay in a CPU's cache.
+    step = max(1, min(rows, _CHUNK[words.device.type == "cpu"] // max(1, columns)))
+    x = torch.empty(step, columns, dtype=torch.int64, device=words.device)
+    shifted = torch.empty_like(x)
     out = []
-    for matrix in words.reshape(-1, rows, columns):  # one matrix at a time bounds the int64 temporary
-        x = (matrix.to(torch.int64) + 0x5BD1E995) * _MIX
-        x = (x ^ (x >> 31)) * column_weights
-        out.append((x.sum(dim=-1) * row_weights).sum())
+    for matrix in words.reshape(-1, rows, columns):
+        sums = torch.empty(rows, dtype=torch.int64, device=words.device)
+        for start in range(0, rows, step):
+            part = matrix[start : start + step]
+            mixed, high = x[: part.shape[0]], shifted[: part.shape[0]]
+            mixed.copy_(part).add_(0x5BD1E995).mul_(_MIX)
+            torch.bitwise_right_shift(mixed, 31, out=high)
+            mixed.bitwise_xor_(high).mul_(column_weights)
+            torch.sum(mixed, dim=-1, out=sums[start : start + step])
+        out.append((sums * row_weights).sum())
     return torch.stack(out).reshape(lead) if out else torch.zeros(lead, dtype=torch.int64, device=words.device)
+
+
+def as_words(data: Tensor) -> Tensor:
+    """Bytes of a tensor [..., C] as int32 [..., ceil(C * itemsize / 4)], zero-padded; a view where that can be."""
+    raw = data.contiguous().view(torch.uint8)
+    pad = -raw.shape[-1] % 4
+    if pad:
+        raw = torch.nn.functional.pad(raw, (0, pad))
+    elif raw.storage_offset() % 4 or raw.data_ptr() % 4:
+        raw = raw.clone()
+    return raw.view(torch.int32)
 
 
 def matrix_digest(data: Tensor, *, row_offset: int = 0, column_offset: int = 0) -> Tensor:
@@ -56,11 +80,21 @@ def matrix_digest(data: Tensor, *, row_offset: int = 0, column_offset: int = 0) 
     Offsets place a shard in the full matrix, in rows and in 32-bit words; the digests of disjoint shards add up
     (modulo 2^64) to that of the full matrix.
     """
-    raw = data.contiguous().view(torch.uint8)
-    pad = -raw.shape[-1] % 4
-    if pad:
-        raw = torch.nn.functional.pad(raw, (0, pad))
-    return _words_digest(raw.view(torch.int32), row_offset, column_offset)
+    return _words_digest(as_words(data), row_offset, column_offset)
+
+
+def tensor_digest(tensor: Tensor) -> Tensor:
+    """Digest int64 of the bytes of a tensor of any shape and dtype: of their 32-bit words as a matrix of `TENSOR_COLUMNS`
+    columns, whose last row may be shorter (the last word is zero-padded)."""
+    digest = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if not tensor.numel():
+        return digest
+    words = as_words(tensor.reshape(-1))
+    rows = words.numel() // TENSOR_COLUMNS
+    whole, rest = words[: rows * TENSOR_COLUMNS], words[rows * TENSOR_COLUMNS :]
+    if rows:
+        digest = digest + _words_digest(whole.view(rows, TENSOR_COLUMNS), 0, 0)
+    return digest + _words_digest(rest[None], rows, 0) if rest.numel() else digest
 
 
 def packed_digest(packed: PackedTensor, *, row_offset: int = 0, k_offset: int = 0, count_global: bool = True) -> Tensor:
