@@ -61,7 +61,7 @@ class TensorDigests:
         self._read: dict[str, int] | None = None
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Digest a tensor, which has to stay as it is, soon: a few of them (32 MiB) are held, to be started together."""
+        """Digest a tensor, which has to stay as it is, soon: 32 MiB of them are held, to be started together."""
         self._held.append((name, tensor))
         self._bytes += tensor.nbytes
         if self._bytes >= _HELD_BYTES:

@@ -65,7 +65,10 @@ def _words_digest(words: Tensor, row_offset: int, column_offset: int) -> Tensor:
 
 def as_words(data: Tensor) -> Tensor:
     """Bytes of a tensor [..., C] as int32 [..., ceil(C * itemsize / 4)], zero-padded; a view where that can be."""
-    raw = data.contiguous().view(torch.uint8)
+    raw = data.contiguous()
+    if raw.stride(-1) != 1:  # of a single element
+        raw = raw.clone(memory_format=torch.contiguous_format)
+    raw = raw.view(torch.uint8)
     pad = -raw.shape[-1] % 4
     if pad:
         raw = torch.nn.functional.pad(raw, (0, pad))
@@ -84,8 +87,10 @@ def matrix_digest(data: Tensor, *, row_offset: int = 0, column_offset: int = 0) 
 
 
 def tensor_digest(tensor: Tensor) -> Tensor:
-    """Digest int64 of the bytes of a tensor of any shape and dtype: of their 32-bit words as a matrix of `TENSOR_COLUMNS`
-    columns, whose last row may be shorter (the last word is zero-padded)."""
+    """Digest int64 of the bytes of a tensor of any shape and dtype.
+
+    Their 32-bit words, the last one zero-padded, are a matrix of `TENSOR_COLUMNS` columns, whose last row may be shorter.
+    """
     digest = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if not tensor.numel():
         return digest
