@@ -108,7 +108,7 @@ class FakeEngine:
                 raise RefitError(f"{name}: is {tensor.dtype} {tuple(tensor.shape)}, announced was {spec}")
             self.staged[name] = tensor.clone()
 
-    def commit(self, digests: Mapping[str, int] | None = None) -> RefitReport:
+    def commit(self, digests: Mapping[str, int] | None = None, plain: Mapping[str, int] | None = None) -> RefitReport:
         """Swap, and believe anything: the trainer looks at the fingerprint too."""
         self.calls.append("commit")
         assert self.manifest is not None

@@ -89,7 +89,7 @@ def matrix_digest(data: Tensor, *, row_offset: int = 0, column_offset: int = 0) 
 def tensor_digest(tensor: Tensor) -> Tensor:
     """Digest int64 of the bytes of a tensor of any shape and dtype.
 
-    Their 32-bit words, the last one zero-padded, are a matrix of `TENSOR_COLUMNS` columns, whose last row may be shorter.
+    Their 32-bit words (the last one zero-padded) are a matrix of `TENSOR_COLUMNS` columns; the last row may be shorter.
     """
     digest = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if not tensor.numel():

@@ -89,13 +89,13 @@ class VllmEngine:
         self._session(lambda session: session.receive(tensors))
         self._written = True
 
-    def commit(self, digests: Mapping[str, int] | None = None) -> RefitReport:
+    def commit(self, digests: Mapping[str, int] | None = None, plain: Mapping[str, int] | None = None) -> RefitReport:
         """Verify and serve the new weights, or raise RefitError: the previous ones serve, or none (see `status`).
 
         Requests that were added since `begin`, but of which nothing has been computed, are answered by the new weights.
         """
         self._prepare_commit()
-        return self._session(lambda session: session.commit(digests))
+        return self._session(lambda session: session.commit(digests, plain))
 
     def _prepare_commit(self) -> None:
         self._end_for_requests()

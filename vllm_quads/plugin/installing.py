@@ -154,6 +154,9 @@ class Installer:
             return
         with refit.timer.phase("validate"):
             self._watch_plain(refit, tensors)
+        if refit.plain is not None:  # whole, before a loader takes this rank's part
+            with refit.timer.phase("verify"):
+                refit.plain.add_all(tensors)
         self._before_writing(refit)
         if refit.undo is not None:
             with refit.timer.phase("undo"):

@@ -25,13 +25,16 @@ from vllm_quads.plugin import compat
 from vllm_quads.plugin.engine import VllmEngine
 from vllm_quads.plugin.policy import refuse_together
 from vllm_quads.plugin.refit_checks import check_parallel
-from vllm_quads.refit import Manifest, RefitReport
+from vllm_quads.refit import CollectiveError, Manifest, RefitReport
 from vllm_quads.refit.report import KEEP_SERVING, REFUSES
 
 
 class LaunchedEngine(VllmEngine):
     """`vllm_quads.refit.RolloutEngine` for one rank. All ranks have to make the same calls of `begin`, `load`, `commit`
     and `fingerprint`; the rest is answered by each alone."""
+
+    collective = True
+    """See `vllm_quads.refit.CollectiveEngine`."""
 
     def __init__(self, llm: Any) -> None:
         super().__init__(llm)
@@ -72,13 +75,16 @@ class LaunchedEngine(VllmEngine):
         except BaseException as e:
             if not self._begun or not isinstance(e, Exception):
                 raise  # after an interrupt the caller aborts, once it has done what other ranks wait for
+            if _is_alone(e):
+                self._begun = False
+                raise
             if source is iter(tensors):  # an iterator, which goes on where it stands; a sequence would begin again
                 with contextlib.suppress(Exception):
                     for _ in source:
                         pass
             raise self._given_up(e) from e
 
-    def commit(self, digests: Mapping[str, int] | None = None) -> RefitReport:
+    def commit(self, digests: Mapping[str, int] | None = None, plain: Mapping[str, int] | None = None) -> RefitReport:
         """As `VllmEngine.commit`, on all ranks or on none: also raises RefitError if another rank has failed, or has
         got other weights. A collective."""
         if not self._begun:
@@ -92,7 +98,7 @@ class LaunchedEngine(VllmEngine):
             error = e
         try:
             _vote(error, None if digests is None else unit_fingerprint(digests), "fingerprint")
-            return self._session(lambda session: session.commit(digests))
+            return self._session(lambda session: session.commit(digests, plain))
         except BaseException as e:
             raise self._ended(e) from e
 
@@ -143,6 +149,13 @@ def _vote(error: BaseException | None, value: Any, what: str) -> None:
                 f"the ranks of this engine are to get different weights: {what} {votes[0][1]} on rank 0, {other} on "
                 f"rank {rank}; push one policy on all of them"
             )
+
+
+def _is_alone(error: BaseException | None) -> bool:
+    """True if the trainer has lost the other ranks, which so do not come to a vote."""
+    while error is not None and not isinstance(error, CollectiveError):
+        error = error.__cause__
+    return error is not None
 
 
 def _tell(error: BaseException) -> None:

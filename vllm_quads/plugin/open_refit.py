@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm_quads.compensation import CompensationState
+from vllm_quads.kernels.tensors import TensorDigests
 from vllm_quads.nvfp4 import RefitError
 from vllm_quads.plugin.arrivals import Arrivals
 from vllm_quads.plugin.backends import Receipt
@@ -51,6 +52,8 @@ class OpenRefit:
     """int32 [units]: what a `WeightHolder` has found while it wrote (`kernels.install`)."""
     stream: torch.cuda.Stream | None
     """On which everything is done; None on a CPU."""
+    plain: TensorDigests | None
+    """Of every tensor that is not quantized, as it arrived; None if they are not wanted."""
     flags: Flags = field(default_factory=Flags)
     loaders: dict[str, Any] = field(default_factory=dict)
     """Layer -> what its loader remembers of the time before."""

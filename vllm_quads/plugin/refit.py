@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from vllm.logger import init_logger
 
 from vllm_quads.compensation import CompensationState
+from vllm_quads.kernels.tensors import TensorDigests
 from vllm_quads.nvfp4 import QuadsError, RefitError, unit_fingerprint
 from vllm_quads.plugin import compat
 from vllm_quads.plugin.arrivals import Arrivals
@@ -37,7 +38,7 @@ from vllm_quads.plugin.inventory import Inventory
 from vllm_quads.plugin.open_refit import OpenRefit
 from vllm_quads.plugin.phases import PhaseTimer
 from vllm_quads.plugin.policy import config_of, refresh_compensation
-from vllm_quads.plugin.refit_checks import compare_digests, planned
+from vllm_quads.plugin.refit_checks import compare_digests, compare_plain, compare_ranks, planned
 from vllm_quads.plugin.streams import current_stream, ordered
 from vllm_quads.plugin.undo import UndoLog
 from vllm_quads.refit import EngineState, Manifest, RefitCounters, RefitReport, RefitStatus, Rollback
@@ -129,17 +130,22 @@ class RefitSession:
 
     @torch.no_grad()
     def commit(
-        self, digests: Mapping[str, int] | None = None, compensation: CompensationState | None = None
+        self,
+        digests: Mapping[str, int] | None = None,
+        plain: Mapping[str, int] | None = None,
+        compensation: CompensationState | None = None,
     ) -> RefitReport:
         """Verify, over all ranks, and serve the new weights; or end as after any failure. A collective of all ranks.
 
         digests: unit name -> digest, as the trainer computed them; compared beside the manifest's fingerprint.
+        plain: the same of every tensor that is not quantized, as it was sent; compared with what this rank got.
         compensation: state that serves with the new weights; None chooses from statistics, if any were gathered.
         """
         refit, failed, own = self._open, self._failed, None
         self._stage = "verification"
         error: BaseException | None = None
         seconds: dict[str, float] = {}
+        arrived: dict[str, int] | None = None
         try:
             if refit is None:
                 raise RefitError(failed or "no refit is under way; call begin(manifest) first")
@@ -149,28 +155,31 @@ class RefitSession:
                 self._finish_installing(refit, compensation)
                 with refit.timer.phase("verify"):
                     own = self._table.read(refit.digests)
+                    arrived = None if refit.plain is None else refit.plain.read()
                 seconds = refit.timer.seconds()
+            compare_plain(arrived, plain)
         except Exception as e:
             error = e
         except BaseException as e:
             raise self._ended(e) from e
         message = None if error is None else f"{type(error).__name__}: {error}"
         try:
-            outcomes = compat.gather((message, own, seconds))
+            outcomes = compat.gather((message, own, seconds, arrived))
             if error is not None:
                 raise error
-            other = next((m for m, _, _ in outcomes if m is not None), None)
+            other = next((m for m, *_ in outcomes if m is not None), None)
             if other is not None:
                 raise RefitError(f"the refit failed on another rank: {other}")
             assert refit is not None
-            totals = added([o for _, o, _ in outcomes if o is not None])
+            totals = added([o for _, o, *_ in outcomes if o is not None])
             compare_digests(refit.manifest, totals, digests)
+            compare_ranks([got for *_, got in outcomes])
         except BaseException as e:
             if refit is None:
                 raise
             raise self._ended(e) from e
-        slowest = {p: max(s.get(p, 0.0) for _, _, s in outcomes) for _, _, own_s in outcomes for p in own_s}
-        return self._committed(refit, own or {}, totals, slowest, digests)
+        slowest = {p: max(s.get(p, 0.0) for _, _, s, _ in outcomes) for _, _, own_s, _ in outcomes for p in own_s}
+        return self._committed(refit, own or {}, totals, slowest, (digests is not None, plain is not None))
 
     def abort(self) -> None:
         """End the refit that is under way, if any: as after a failure."""
@@ -228,6 +237,7 @@ class RefitSession:
             receipts=self._table.receipts(digests, status),
             status=status,
             stream=current_stream(self._device),
+            plain=TensorDigests() if manifest.verify else None,
         )
         timer.add("validate", time.perf_counter() - reserved + validated - start)
         timer.add("undo", reserved - validated)
@@ -291,14 +301,16 @@ class RefitSession:
         own: Mapping[str, int],
         totals: Mapping[str, int],
         seconds: Mapping[str, float],
-        digests: Mapping[str, int] | None,
+        compared: tuple[bool, bool],
     ) -> RefitReport:
+        """compared: whether digests came of the units, and of the rest."""
         config, manifest = self._config, refit.manifest
         for unit in self._inventory.units:
             self._known[unit.name] = (unit.runtime.loader.version, own[unit.name])
         for runtime in config.runtimes.values():
             runtime.reset_statistics()
         kinds = sorted(refit.kinds)
+        quantized = compared[0] or manifest.fingerprint is not None
         report = RefitReport(
             policy_version=manifest.policy_version,
             fingerprint=unit_fingerprint(totals),
@@ -308,7 +320,8 @@ class RefitSession:
             digests=totals,
             payload=kinds[0] if len(kinds) == 1 else "mixed",
             rollback=manifest.rollback,
-            verified=digests is not None or manifest.fingerprint is not None,
+            verified=quantized and (compared[1] or not refit.plan.plain),
+            fingerprint_verified=quantized,
         )
         self._open = None
         self._undo.clear()

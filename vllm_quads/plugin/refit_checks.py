@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -103,8 +103,43 @@ def compare_digests(manifest: Manifest, own: Mapping[str, int], theirs: Mapping[
         )
 
 
+def compare_plain(own: Mapping[str, int] | None, theirs: Mapping[str, int] | None) -> None:
+    """Raise RefitError naming the first tensor, not quantized, that arrived with other bytes than the trainer sent.
+
+    own: None if nothing was digested on arrival; theirs: None if there is nothing to compare with.
+    """
+    if theirs is None:
+        return
+    if own is None:
+        raise RefitError("digests came with the commit of a push whose manifest has verify=False; leave them out")
+    name = _first_difference(own, theirs)
+    if name is not None:
+        raise RefitError(
+            f"{name}: arrived with other bytes than the trainer sent (digest {_hex(own.get(name))} != "
+            f"{_hex(theirs.get(name))})"
+        )
+
+
+def compare_ranks(ranks: Sequence[Mapping[str, int] | None]) -> None:
+    """Raise RefitError naming the first tensor, not quantized, of which ranks have got different bytes."""
+    first = ranks[0] or {}
+    for rank, other in enumerate(ranks):
+        name = _first_difference(first, other or {})
+        if name is not None:
+            raise RefitError(
+                f"the ranks of this engine are to get different weights: {name} has digest {_hex(first.get(name))} on "
+                f"rank 0, {_hex((other or {}).get(name))} on rank {rank}; push one policy on all of them"
+            )
+
+
+def _first_difference(own: Mapping[str, int], theirs: Mapping[str, int]) -> str | None:
+    if own == theirs:
+        return None
+    return next(n for n in (*own, *theirs) if n not in own or n not in theirs or own[n] != theirs[n])
+
+
 def _hex(digest: int | None) -> str:
     return "none" if digest is None else f"{digest % MODULO:016x}"
 
 
-__all__ = ["check_parallel", "check_promised", "compare_digests", "planned"]
+__all__ = ["check_parallel", "check_promised", "compare_digests", "compare_plain", "compare_ranks", "planned"]

@@ -290,7 +290,7 @@ class QuadsTransferEngine(WeightTransferEngine):
             self._session.receive(tensors)
         self._state = state
 
-    def _commit(self, digests: Mapping[str, int] | None = None) -> None:
+    def _commit(self, digests: Mapping[str, int] | None = None, plain: Mapping[str, int] | None = None) -> None:
         failures = compat.gather(self._failure)
         first = next(((rank, text) for rank, text in enumerate(failures) if text is not None), None)
         if first is not None:
@@ -299,8 +299,7 @@ class QuadsTransferEngine(WeightTransferEngine):
             return
         if self._version is None:
             raise RefitError("commit came before a manifest")
-        theirs = None if digests is None else {n: int(v) for n, v in digests.items()}
-        self._session.commit(theirs, self._state)
+        self._session.commit(_integers(digests), _integers(plain), self._state)
         self._committed, self._version, self._asleep = True, None, False
 
     def _abort(self) -> None:
@@ -330,6 +329,10 @@ class QuadsTransferEngine(WeightTransferEngine):
         if self._version is not None:
             self._version = None
             self._session.abort()
+
+
+def _integers(digests: Mapping[str, Any] | None) -> dict[str, int] | None:
+    return None if digests is None else {name: int(value) for name, value in digests.items()}
 
 
 def _text(error: Exception) -> str:

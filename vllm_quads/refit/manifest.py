@@ -61,6 +61,9 @@ class Manifest:
     compensation: Mapping[str, float] = field(default_factory=dict)
     """Optional sensitivities, site name -> mean squared gradient, from the trainer's gradients."""
     rollback: Rollback = Rollback.HOST
+    verify: bool = True
+    """False: tensors that are not quantized are not digested on arrival, so that no digests of them may come with the
+    commit, and ranks do not compare what they got."""
 
     def __post_init__(self) -> None:
         """Raises RefitError for a version that is no integer and for an unknown way back."""
@@ -87,6 +90,7 @@ class Manifest:
             "fingerprint": self.fingerprint,
             "compensation": dict(self.compensation),
             "rollback": self.rollback.value,
+            "verify": self.verify,
         }
 
     @staticmethod
@@ -101,6 +105,7 @@ class Manifest:
                 fingerprint=data.get("fingerprint"),
                 compensation={n: float(v) for n, v in data.get("compensation", {}).items()},
                 rollback=data.get("rollback", Rollback.HOST),
+                verify=bool(data.get("verify", True)),
             )
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
             raise RefitError(f"not a refit manifest ({type(e).__name__}: {e}); send what Manifest.to_json gives") from e

@@ -3,7 +3,8 @@
 
 engine.begin(manifest)      validates everything that can be known before a byte moves
 engine.load(tensors)        any number of times, in any grouping; complete layers are installed as they arrive
-engine.commit(digests)      compares the digests of both sides, refreshes compensation, returns the report
+engine.commit(digests, plain)   compares the digests of both sides (of units of quantized weights, and of the tensors
+                            that are not quantized, by name), refreshes compensation, returns the report
 engine.abort()              ends a refit that cannot go on; also the effect of any failure above
 
 From the first installed layer to the end of the refit no forward pass runs. After a failure the previous weights serve
@@ -60,7 +61,9 @@ class RolloutEngine(Protocol):
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None: ...
 
-    def commit(self, digests: Mapping[str, int] | None = None) -> RefitReport: ...
+    def commit(
+        self, digests: Mapping[str, int] | None = None, plain: Mapping[str, int] | None = None
+    ) -> RefitReport: ...
 
     def abort(self) -> None: ...
 

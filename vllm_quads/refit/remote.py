@@ -44,7 +44,7 @@ from vllm_quads.nvfp4 import Contract, QuantizedSet, RefitError
 from vllm_quads.refit.manifest import Manifest
 from vllm_quads.refit.report import KEEP_SERVING, RefitReport, RefitStatus, says_what_serves
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the messages between `RemoteEngine` and the workers; both sides must have the same."""
 WORKER = "weight_transfer_engine"
 """Attribute of a vLLM worker that answers questions: `collective_rpc("weight_transfer_engine", args=("status",))`."""
@@ -301,13 +301,14 @@ class RemoteEngine:
         self._plane.send(_Owned(self._control, self._session), bucket)
         self._check()
 
-    def commit(self, digests: Mapping[str, int] | None = None) -> RefitReport:
+    def commit(self, digests: Mapping[str, int] | None = None, plain: Mapping[str, int] | None = None) -> RefitReport:
         """Let all workers switch to the new weights, or raise RefitError and say what serves."""
         self._require_open()
         start = time.perf_counter()
         message: dict[str, Any] = {"op": "commit"}
-        if digests is not None:
-            message["digests"] = {name: int(value) for name, value in digests.items()}
+        for key, values in (("digests", digests), ("plain", plain)):
+            if values is not None:
+                message[key] = {name: int(value) for name, value in values.items()}
         with self._ending_on_failure():
             # vLLM does not do this by itself. Before the commit, so that new weights never meet old blocks.
             if not self._control.reset_prefix_cache(self._in_flight is InFlight.KEEP):

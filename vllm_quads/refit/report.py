@@ -25,16 +25,18 @@ class RefitReport:
     seconds: Mapping[str, float]
     """Seconds per phase: `validate`, `transfer` (waiting for tensors, and moving them), `quantize`, `undo` (keeping the
     previous bytes), `install` (digests of what is written included), `derive` (operands recomputed from weights and
-    compensation state), `verify` (reading the digests); of the slowest rank. On a GPU `transfer` also holds time of the
-    host, while the device is at another phase. A trainer adds its own under `trainer_...`; `trainer_total` is the
-    whole push by the clock."""
+    compensation state), `verify` (digests of what is not quantized, and reading all digests); of the slowest rank. On a
+    GPU `transfer` also holds time of the host, while the device is at another phase. A trainer adds its own under
+    `trainer_...`; `trainer_total` is the whole push by the clock."""
     digests: Mapping[str, int] = field(default_factory=dict)
     """Digest of each unit (see `nvfp4.fingerprint`), over all ranks."""
     payload: str = "packed"
     """`packed`, `bf16`, or `mixed`."""
     rollback: Rollback = Rollback.HOST
     verified: bool = True
-    """False if the trainer gave neither fingerprint nor digests to compare with."""
+    """True if every tensor was compared with the trainer's, by digests: also those that are not quantized."""
+    fingerprint_verified: bool = True
+    """True if the quantized weights were: by digests, or by a fingerprint (all that a checkpoint directory has)."""
 
     @property
     def total_seconds(self) -> float:
@@ -45,7 +47,9 @@ class RefitReport:
     def __str__(self) -> str:
         parts = ((p, s) for p, s in self.seconds.items() if s >= 1e-3 and p != "trainer_total")
         phases = ", ".join(f"{phase} {s:.3g} s" for phase, s in parts)
-        checked = "verified" if self.verified else "not compared with the trainer"
+        checked = "not compared with the trainer"
+        if self.fingerprint_verified:
+            checked = "verified" if self.verified else "verified for the quantized weights alone"
         return (
             f"policy version {self.policy_version}: {self.tensors} tensors, {self.bytes / 1e9:.3g} GB ({self.payload}) "
             f"in {self.total_seconds:.3g} s ({phases}); fingerprint {self.fingerprint}, {checked}"
