@@ -93,7 +93,8 @@ def start(directory: str, ranks: int, expert_parallel: bool, graphs: bool) -> An
 
     return LLM(
         directory, quantization="quads", load_format="dummy", skip_tokenizer_init=True, seed=0,
-        tensor_parallel_size=ranks, enable_expert_parallel=expert_parallel, disable_custom_all_reduce=True,
+        enable_prefix_caching=False, disable_custom_all_reduce=True,
+        tensor_parallel_size=ranks, enable_expert_parallel=expert_parallel,
         distributed_executor_backend="external_launcher", max_model_len=1024, max_num_seqs=16,
         max_num_batched_tokens=1024, gpu_memory_utilization=0.05, kv_cache_memory_bytes=1 << 28,
         enforce_eager=not graphs, **({"compilation_config": GRAPHS} if graphs else {}),

@@ -118,7 +118,8 @@ def serve(directory: Path, logs: Path, name: str, devices: str, options: list[st
         "--load-format", "dummy", "--max-model-len", "1024", "--max-num-seqs", "16",
         "--gpu-memory-utilization", "0.25", "--kv-cache-memory-bytes", str(1 << 30), "--max-num-batched-tokens", "1024",
         "--num-gpu-blocks-override", "256", "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m",
-        "--enforce-eager", *options,
+        "--enforce-eager", "--no-enable-prefix-caching",  # a question that is asked again is computed in the same steps
+        *options,
     ]  # fmt: skip
     ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     # torchrun's variables belong to the trainer: a server that sees them waits for a store that is not its own

@@ -248,9 +248,11 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& p, int first_r
   int group = -1;
   bool full = p.full_all, chosen[KEPT];
   const uint8_t* mask = nullptr;
-  const auto select = [&] {  // all that takes a look at the row's group, which is waited for
-    if (inside) group = p.group != nullptr ? p.group[index] : 0;
-    if (group >= 0 && p.full != nullptr) full |= p.full[index / p.full_divisor] != 0;
+  // All that takes a look at the row's group, which is waited for. Loads are volatile: before grid_dependency_wait nothing says
+  // that the first-level cache has let go of what these addresses held before.
+  const auto select = [&] {
+    if (inside) group = p.group != nullptr ? *(volatile const int*)(p.group + index) : 0;
+    if (group >= 0 && p.full != nullptr) full |= *(volatile const uint8_t*)(p.full + index / p.full_divisor) != 0;
     if (!PACKED && !full && p.mask != nullptr) mask = p.mask + (int64_t)group * blocks + lane;
 #pragma unroll
     for (int j = 0; HOLD > 0 && j < KEPT; ++j)
