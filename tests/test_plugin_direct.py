@@ -117,6 +117,39 @@ def test_two_tensors_of_one_place() -> None:
             assert torch.equal(load.model.w[:2], random(2, 4, seed=9))
 
 
+def test_one_memory_under_two_names() -> None:
+    """Tensors that have memory in common when they are watched, all of it or a part, teach nothing: each is watched
+    when it comes by itself, and copied from then on. Where one is written over another is known nevertheless."""
+    loaders: dict[str, Loader] = {
+        "a": lambda m, t: m.w.copy_(t),
+        "b": lambda m, t: m.inner.w.copy_(t),
+        "part": lambda m, t: m.scalar.copy_(t[0]),
+    }
+    load, alone = Loads(loaders), Model()
+
+    def check(tensors: dict[str, Tensor], asked: list[str]) -> None:
+        assert load(tensors) == asked
+        with torch.no_grad():
+            for name, t in tensors.items():
+                loaders[name](alone, t)
+        for mine, theirs in zip(load.model.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+
+    one = random(6, 4)
+    for _ in range(2):
+        check({"a": one, "part": one.view(-1)[5:9], "b": one}, ["a", "part", "b"])
+    first = {"a": random(6, 4, seed=1), "part": random(4, seed=2), "b": random(6, 4, seed=3)}
+    check(first, list(first))
+    check({"b": random(6, 4, seed=4), "part": random(4, seed=5), "a": random(6, 4, seed=6)}, [])
+    check({"a": one, "part": one.view(-1)[5:9], "b": one}, [])
+
+    loaders["part"] = lambda m, t: m.w[0].copy_(t)
+    load, alone = Loads(loaders), Model()
+    for seed in range(3):
+        tensors = {"a": one, "b": one} if seed == 0 else {"a": random(6, 4, seed=seed), "b": random(6, 4, seed=9)}
+        check(tensors | {"part": random(4, seed=7)}, ["a", "b", "part"] if seed < 2 else ["a", "part"])
+
+
 def test_what_has_changed_is_watched_anew() -> None:
     """Another shape or stride of the tensor, another memory or parameter in the model: the loader decides, and the new
     copy is remembered. Another dtype, too, but then for good. A loader that fails teaches nothing."""

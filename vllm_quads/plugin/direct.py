@@ -56,6 +56,8 @@ class _Known:
     """Without any, it is left to the loaders."""
     written: tuple[_Span, ...]
     """What the loaders copied it to."""
+    shared: bool
+    """True if it lay in the memory of another tensor, so that `written` may be the other's; it is watched anew."""
 
     def fits(self, tensor: Tensor) -> bool:
         """True if it can be done with this tensor."""
@@ -106,7 +108,7 @@ class DirectCopies:
     @contextlib.contextmanager
     def watching(self, tensors: Sequence[Named]) -> Iterator[None]:
         """Learn from what loaders do with these tensors inside."""
-        new = [(name, t) for name, t in tensors if name not in self._known and t.is_contiguous() and t.numel()]
+        new = [(name, t) for name, t in tensors if self._is_new(name) and t.is_contiguous() and t.numel()]
         if not new:
             yield
             return
@@ -114,14 +116,18 @@ class DirectCopies:
         with watch:
             yield
         for name, tensor in new:
-            usable = not watch.is_blind and name not in watch.spoiled
+            shared = name in watch.shared
+            usable = not watch.is_blind and name not in watch.spoiled and not shared
             copies = tuple(watch.copies(name, tensor)) if usable else ()
             if not all(map(self._is_in_place, copies)):
                 copies = ()
             written = tuple(watch.spans(name))
-            self._known[name] = _Known(tensor.shape, tensor.dtype, tensor.device, copies, written)
+            self._known[name] = _Known(tensor.shape, tensor.dtype, tensor.device, copies, written, shared)
         self._disputed |= watch.changed()
         self._leave_disputed({owner for name, _ in new for owner, _, _ in self._known[name].written})
+
+    def _is_new(self, name: str) -> bool:
+        return name not in self._known or self._known[name].shared
 
     def _leave_disputed(self, owners: set[int]) -> None:
         """Where tensors overwrite each other, or are not all that is written, their order decides, which the loaders
@@ -164,6 +170,15 @@ class _Watch(TorchDispatchMode):
         self._sources: dict[int, list[tuple[int, int, str]]] = {}
         for name, t in tensors:
             self._sources.setdefault(_storage(t), []).append((t.data_ptr(), t.data_ptr() + t.nbytes, name))
+        self.shared: set[str] = set()
+        """Tensors that have memory in common: what is done there may be done with any of them."""
+        for parts in self._sources.values():
+            parts.sort()
+            furthest = parts[0]
+            for part in parts[1:]:
+                if part[0] < furthest[1]:
+                    self.shared |= {part[2], furthest[2]}
+                furthest = max(furthest, part, key=lambda p: p[1])
         self._owners: dict[int, nn.Parameter | None] = {}
         """Address of a storage -> the parameter that it belongs to; None if there are several."""
         self._ids: dict[int, list[int]] = {}
@@ -172,8 +187,8 @@ class _Watch(TorchDispatchMode):
             self._ids.setdefault(_storage(owner), []).append(id(owner))
             self._owners[_storage(owner)] = None if _storage(owner) in self._owners else owner
             self._addresses[id(owner)] = owner.data_ptr()
-        self._written: dict[int, list[tuple[str, nn.Parameter, Tensor, Tensor]]] = {}
-        """Address of a storage -> tensor, parameter, target and source of each copy into it."""
+        self._written: dict[int, list[tuple[set[str], nn.Parameter, Tensor, Tensor]]] = {}
+        """Address of a storage -> tensors, parameter, target and source of each copy into it."""
         self._changed: set[int] = set()
         """Addresses of storages of parameters with which something else was done than to copy into them."""
 
@@ -198,29 +213,28 @@ class _Watch(TorchDispatchMode):
                 continue
             if storage in self._owners:
                 self._changed.add(storage)
-            own = self._name(x)
-            self.spoiled.update(name for _, _, name in self._sources.get(storage, ()) if own in (name, None))
+            self.spoiled |= self._names(x) or {name for _, _, name in self._sources.get(storage, ())}
 
     def _is_copy(self, target: Tensor, source: Tensor) -> bool:
         """Remember a copy of a part of a tensor into a part of a parameter; False if it is something else."""
-        name, storage = self._name(source), _storage(target)
+        names, storage = self._names(source), _storage(target)
         owner = self._owners.get(storage)
         plain = target.dtype == source.dtype and target.device == source.device and target.shape == source.shape
-        if name is None or owner is None or not plain or not target.is_contiguous():
+        if not names or owner is None or not plain or not target.is_contiguous():
             return False
-        self._written.setdefault(storage, []).append((name, owner, target.detach(), source))
+        self._written.setdefault(storage, []).append((names, owner, target.detach(), source))
         return True
 
-    def _name(self, x: Tensor) -> str | None:
+    def _names(self, x: Tensor) -> set[str]:
+        """The tensors that this may be a part of."""
         address = x.data_ptr()
-        parts = self._sources.get(_storage(x), ())
-        return next((name for begin, end, name in parts if begin <= address < end), None)
+        return {name for begin, end, name in self._sources.get(_storage(x), ()) if begin <= address < end}
 
     def spans(self, name: str) -> Iterator[_Span]:
         """Where a tensor was copied to."""
         for written in self._written.values():
             for own, owner, target, _ in written:
-                if own == name:
+                if name in own:
                     yield id(owner), target.data_ptr(), target.data_ptr() + target.nbytes
 
     def changed(self) -> set[int]:
@@ -229,7 +243,7 @@ class _Watch(TorchDispatchMode):
 
     def copies(self, name: str, tensor: Tensor) -> Iterator[_Copy]:
         """What was copied of a tensor; nothing if that may not be all that was done."""
-        found = [w[1:] for written in self._written.values() for w in written if w[0] == name]
+        found = [w[1:] for written in self._written.values() for w in written if name in w[0]]
         for _, target, source in found:
             if not torch.equal(_bytes(target), _bytes(source.contiguous())):
                 return
