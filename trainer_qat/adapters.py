@@ -82,17 +82,23 @@ class Adapters:
                     f"call merge_and_unload(), or use plain LoRA"
                 )
 
-    def merged(self, parameter: str, full: Tensor) -> Tensor:
-        """Base weight + update of the active adapters, in the weight's dtype; `full` itself without an adapter."""
+    @torch.no_grad()
+    def updates(self, parameter: str) -> list[Tensor]:
+        """What the active adapters add to a base weight; empty without an adapter. A collective if they are sharded."""
         owner: Any = self.owner(parameter)
         if owner is None or owner.merged or owner.disable_adapters or not parameter.endswith(f"{_BASE}.weight"):
+            return []
+        deltas = [owner.get_delta_weight(name) for name in owner.active_adapters if name in owner.lora_A]
+        return [delta.full_tensor() if isinstance(delta, DTensor) else delta for delta in deltas]
+
+    @staticmethod
+    def merged(full: Tensor, updates: list[Tensor]) -> Tensor:
+        """Base weight + updates, in the weight's dtype; `full` itself without any."""
+        if not updates:
             return full
         total = full.to(torch.float32)
-        for name in owner.active_adapters:
-            if name in owner.lora_A:
-                delta: Tensor = owner.get_delta_weight(name)
-                delta = delta.full_tensor() if isinstance(delta, DTensor) else delta
-                total = total + delta.to(torch.float32)
+        for update in updates:
+            total = total + update.to(torch.float32)
         return total.to(full.dtype)
 
 

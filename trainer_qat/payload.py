@@ -164,12 +164,16 @@ class Payload:
 
     @property
     def merges(self) -> bool:
-        """True if the model carries adapters, which `merged` adds."""
+        """True if the model carries adapters, whose `updates` are added."""
         return bool(self._adapters.layers)
 
-    def merged(self, name: str, full: Tensor) -> Tensor:
+    def updates(self, name: str) -> list[Tensor]:
+        """What adapters add to a parameter. A collective if they are sharded."""
+        return self._adapters.updates(name)
+
+    def merged(self, full: Tensor, updates: list[Tensor]) -> Tensor:
         """A whole parameter, with what adapters add to it."""
-        return self._adapters.merged(name, full)
+        return self._adapters.merged(full, updates)
 
     @torch.no_grad()  # around each step: a `with` would stay in force in the caller while the iterator waits
     def items(self, *, packed: bool = True, quantized_only: bool = False) -> Iterator[Item]:
@@ -179,7 +183,7 @@ class Payload:
             weight = self._weights.get(name)
             if self._adapters.adds(name) or (weight is None and quantized_only):
                 continue
-            full = self._adapters.merged(name, full_tensor(parameter))
+            full = self.merged(full_tensor(parameter), self.updates(name))
             amax = self._amax(weight, full) if weight is not None and packed else {}
             for disk, tensor in self.convert(name, full).items():
                 canonical = canonical_name(disk)

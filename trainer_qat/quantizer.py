@@ -247,13 +247,18 @@ def _amax(weight: Tensor, name: str) -> Tensor:
     """amax float32 [...] of each full [N, K] matrix; on a GPU NaN and Inf are watched for and not yet refused."""
     if isinstance(weight, DTensor):
         # One value per matrix travels, not the weight.
-        amax = cast(DTensor, weight.detach().abs().amax(dim=(-2, -1))).full_tensor()
+        amax = cast(DTensor, shard_amax(weight)).full_tensor()
         if not amax.is_cuda:
             return weight_amax(amax[..., None, None], name)
         amax = amax.to(torch.bfloat16).to(torch.float32)  # the kernels of `matrix_amax` take whole matrices
         WATCH.add(name, amax)
         return amax
     return cast(Tensor, matrix_amax(weight.detach(), name))
+
+
+def shard_amax(weight: Tensor) -> Tensor:
+    """max |W| [...] of this rank's part of each matrix of a sharded weight [..., N, K], sharded like it; unrounded."""
+    return weight.detach().abs().amax(dim=(-2, -1))
 
 
 def full_amax(weight: Tensor, name: str) -> Tensor:

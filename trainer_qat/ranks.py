@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from vllm_quads.nvfp4 import QuadsError
+from vllm_quads.refit import CollectiveError
 
 _T = TypeVar("_T")
 
@@ -51,16 +53,32 @@ class Ranks:
         other = next((f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None), None)
         return kind(f"{what} failed on {other}") if error is None and other is not None else error
 
-    def any_of(self, value: _T | None) -> _T | None:
-        """The value of the first rank that has one. A collective."""
-        return next((v for v in self.gather(value) if v is not None), None)
+    def collective(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around nothing but collectives of a sharded model; see `collective`."""
+        return collective(what) if self.sharded else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def together(self, what: str, kind: type[QuadsError] = QuadsError) -> Iterator[None]:
+        """What a rank does alone in the block has failed on all ranks (see `agree`) if it has on one. A collective, at
+        the end of the block."""
+        error: BaseException | None = None
+        try:
+            yield
+        except CollectiveError:
+            raise
+        except BaseException as e:
+            error = e
+        error = self.agree(error, what, kind)
+        if error is not None:
+            raise error
 
     def gather(self, value: _T) -> list[_T]:
         """The values of all ranks, in their order. A collective."""
         if not self.sharded:
             return [value]
         values: list[_T] = [value] * dist.get_world_size(self.group)
-        dist.all_gather_object(values, value, group=self.group)
+        with collective("what each rank has to say"):
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def differ(self, value: object) -> bool:
@@ -73,8 +91,27 @@ class Ranks:
         if not self.sharded:
             return value
         values = [value]
-        dist.broadcast_object_list(values, group_src=0, group=self.group)
+        with collective("what the leading rank has to say"):
+            dist.broadcast_object_list(values, group_src=0, group=self.group)
         return values[0]
+
+
+@contextlib.contextmanager
+def collective(what: str) -> Iterator[None]:
+    """Around nothing but collectives: one that has failed is told apart from everything else.
+
+    Raises CollectiveError, after which this rank must not enter another one: those that still wait would take it for
+    the one that has failed.
+    """
+    try:
+        yield
+    except CollectiveError:
+        raise
+    except Exception as e:
+        raise CollectiveError(
+            f"{what}: could not be gathered on this rank ({type(e).__name__}: {e}); the other ranks wait in the same "
+            f"collective, or have ended, and cannot be told: end this process, its process group is of no more use"
+        ) from e
 
 
 def reshard(model: nn.Module) -> None:

@@ -25,19 +25,22 @@ class Stillness:
         self._steps = optimizer_steps()
         self._seen = {name: (p, _version(p)) for name, p in model.named_parameters()}
 
-    def check(self) -> None:
-        """Raise RefitError, naming the first weight that was changed since, on all ranks. A collective if sharded."""
-        changes = self._ranks.gather(self._changed())
-        rank, changed = next(((r, name) for r, name in enumerate(changes) if name is not None), (0, None))
-        if changed is not None:
+    def check(self, changed: str | None) -> None:
+        """Raise RefitError, naming the first weight that was changed since, on all ranks. A collective if sharded.
+
+        changed: what `changed` says in this process.
+        """
+        changes = self._ranks.gather(changed)
+        rank, first = next(((r, name) for r, name in enumerate(changes) if name is not None), (0, None))
+        if first is not None:
             where = f" on rank {rank}" if self._ranks.sharded else ""
             raise RefitError(
-                f"{changed}: was changed{where} while the push was under way, which so holds parts of two policies; "
+                f"{first}: was changed{where} while the push was under way, which so holds parts of two policies; "
                 f"let the push return before the optimizer steps"
             )
 
-    def _changed(self) -> str | None:
-        """A weight of this process that was changed."""
+    def changed(self) -> str | None:
+        """A weight of this process that was changed since."""
         now = dict(self._model.named_parameters())
         for name, (p, version) in self._seen.items():
             # Of a sharded weight the model may hold the gathered form for a while.

@@ -8,7 +8,6 @@ set are compared before a byte moves, digests of the packed weights before they 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -16,20 +15,22 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer_qat.interrupts import uninterrupted, whole_steps
+from trainer_qat.interrupts import uninterrupted
 from trainer_qat.payload import Payload
+from trainer_qat.push import Push
 from trainer_qat.push_stream import PushStream
-from trainer_qat.ranks import Ranks, drain
-from vllm_quads.nvfp4 import (
-    Contract,
-    ContractError,
-    MismatchError,
-    QuadsError,
-    RefitError,
-    WeightGlobalScale,
-    first_difference,
+from trainer_qat.ranks import Ranks
+from vllm_quads.nvfp4 import Contract, ContractError, MismatchError, RefitError, WeightGlobalScale, first_difference
+from vllm_quads.refit import (
+    CollectiveEngine,
+    CollectiveError,
+    Manifest,
+    RefitReport,
+    Rollback,
+    RolloutEngine,
+    TensorSpec,
+    as_engine,
 )
-from vllm_quads.refit import Lasting, Manifest, RefitReport, Rollback, RolloutEngine, TensorSpec, as_engine
 
 
 class RolloutSync:
@@ -90,7 +91,8 @@ class RolloutSync:
                 weights itself, with the same result.
             rollback: what a failure after the first written layer leaves: "host" keeps the previous weights serving,
                 for a copy of the packed model in host memory; "none" leaves an engine that refuses until the next push.
-            verify: digest the weights here as well and let the engine compare, unit by unit.
+            verify: digest the weights here as well and let the engine compare: quantized weights unit by unit, the
+                others tensor by tensor.
 
         Returns:
             The engine's report, with the trainer's own phases added to its seconds.
@@ -101,74 +103,55 @@ class RolloutSync:
             FormatError: a weight holds NaN or Inf, naming it; the engine has heard nothing.
             ContractError: a sensitivity is not a finite number of at least 0, or the version is not an integer.
         """
-        start = time.perf_counter()
-        scale = self.payload.contract.weight_global_scale
-        if not packed and scale is not WeightGlobalScale.LIVE:
-            raise ContractError(f"packed=False: an engine cannot know {scale.value} scales; push packed weights")
-        stream = PushStream(self.payload, packed=packed, digest=verify)
-        steps = stream.tensors() if self.engine is not None else stream.follow()
-        report: RefitReport | None = None
-        error: BaseException | None = None
-        seconds: dict[str, float] = {}
-        try:
-            manifest = self._offer(stream, policy_version, sensitivities, rollback)
-            seconds["check"] = time.perf_counter() - start
-            if self.engine is not None and manifest is not None:
-                report = self._transfer(self.engine, manifest, stream, steps)
-        except BaseException as e:
-            error = e
-        if stream.sharded:
-            report, error = self._settle(stream, steps, report, error)
-        steps.close()
-        if error is not None:
-            raise error
+        ranks = Ranks.of(self.payload.model)
+        # An interrupt of one rank waits for the parts of a push that only this rank waits for (see `Push`).
+        with uninterrupted(ranks.sharded or isinstance(self.engine, CollectiveEngine)):
+            start = time.perf_counter()
+            stream, manifest, engines_vote = self._offer(ranks, packed, verify, policy_version, sensitivities, rollback)
+            checked = time.perf_counter() - start
+            report = Push(ranks, stream, engines_vote=engines_vote).run(self.engine, manifest, self._progressing)
         if report is None:
             return RefitReport(policy_version or 0, "", 0, 0, {})
-        seconds["total"] = time.perf_counter() - start
-        return report.with_seconds(**{f"trainer_{k}": v for k, v in seconds.items()})
+        return report.with_seconds(trainer_check=checked, trainer_total=time.perf_counter() - start)
 
     def _offer(
         self,
-        stream: PushStream,
+        ranks: Ranks,
+        packed: bool,
+        verify: bool,
         version: int | None,
         sensitivities: Mapping[str, float] | None,
         rollback: Rollback | str,
-    ) -> Manifest | None:
-        """Look at the weights, and say what is to be sent (None: this rank has no engine); no engine is told yet."""
-        try:
-            with uninterrupted(stream.sharded):
-                stream.measure()  # first, for all ranks take part
-            _check_version(version)
-            compensation = _checked_sensitivities({} if sensitivities is None else sensitivities)
-            manifest = None
-            if self.engine is not None:  # while the device measures
-                manifest = self._manifest(self.engine, stream.specs(), version, compensation, rollback)
-            stream.check()
-            return manifest
-        except BaseException as e:
-            decline = getattr(self.engine, "decline", None)
-            if decline is not None:  # other ranks of the engine wait for this one in `begin`
-                decline(e)
-            raise
+    ) -> tuple[PushStream, Manifest | None, bool]:
+        """Look at the weights, and say what is to be sent (None: this rank has no engine); no engine is told yet.
 
-    def _settle(
-        self,
-        stream: PushStream,
-        steps: Generator[tuple[str, Tensor], None, None],
-        report: RefitReport | None,
-        error: BaseException | None,
-    ) -> tuple[RefitReport | None, BaseException | None]:
-        """Report and error of this rank, or else of another. The other ranks wait in a gather until this one has seen
-        everything, and then to hear how it went."""
-        ranks = Ranks.of(self.payload.model)
-        with uninterrupted():
-            begun = inspect.getgeneratorstate(steps) != inspect.GEN_CREATED
-            try:
-                drain(steps if begun else stream.follow())
-            except QuadsError as e:
-                error = e if error is None else error
-            error = ranks.agree(error, "the push", RefitError)
-            return (ranks.any_of(report) if error is None else None), error
+        Raises on all ranks or on none. The last of what is returned: whether the engine of any rank is a
+        `CollectiveEngine`.
+        """
+        try:
+            with ranks.together("the push", RefitError):
+                _check_version(version)
+                compensation = _checked_sensitivities({} if sensitivities is None else sensitivities)
+                scale = self.payload.contract.weight_global_scale
+                if not packed and scale is not WeightGlobalScale.LIVE:
+                    raise ContractError(
+                        f"packed=False: an engine cannot know {scale.value} scales; push packed weights"
+                    )
+                stream = PushStream(self.payload, packed=packed, digest=verify)
+                stream.measure()
+            stream.combine()
+            manifest = None
+            with ranks.together("the push", RefitError):
+                if self.engine is not None:  # while the device measures
+                    manifest = self._manifest(self.engine, stream.specs(), version, compensation, rollback, verify)
+                stream.check()
+            return stream, manifest, any(ranks.gather(isinstance(self.engine, CollectiveEngine)))
+        except CollectiveError:
+            raise
+        except BaseException as e:
+            if isinstance(self.engine, CollectiveEngine):  # its other ranks may wait for this one in `begin`
+                self.engine.decline(e)
+            raise
 
     def _manifest(
         self,
@@ -177,6 +160,7 @@ class RolloutSync:
         version: int | None,
         compensation: Mapping[str, float],
         rollback: Rollback | str,
+        verify: bool,
     ) -> Manifest:
         self._check(engine)
         return Manifest(
@@ -186,60 +170,8 @@ class RolloutSync:
             policy_version=engine.policy_version() + 1 if version is None else version,
             compensation=compensation,
             rollback=Rollback(rollback),
+            verify=verify,
         )
-
-    def _transfer(
-        self,
-        engine: RolloutEngine,
-        manifest: Manifest,
-        stream: PushStream,
-        steps: Generator[tuple[str, Tensor], None, None],
-    ) -> RefitReport:
-        tensors = self._progressing(whole_steps(steps) if stream.sharded else steps)
-        last = "(nothing yet)"
-
-        def watched() -> Iterator[tuple[str, Tensor]]:
-            nonlocal last
-            for name, tensor in tensors:
-                last = name
-                yield name, tensor
-
-        began = False
-        try:
-            engine.begin(manifest)
-            began = True
-            engine.load(Lasting(watched(), resident=stream.resident))
-            stream.check_unchanged()
-            report = engine.commit(stream.digests())
-        except BaseException as e:
-            if began or not isinstance(e, QuadsError):  # a push that was refused has ended; what is open is another's
-                if stream.sharded:  # other ranks come to an end of the stream before they hear of an abort
-                    with uninterrupted(), contextlib.suppress(QuadsError):
-                        drain(steps)
-                self._abort(engine, e)
-            if isinstance(e, QuadsError) or not isinstance(e, Exception):
-                raise
-            raise RefitError(
-                f"push of policy version {manifest.policy_version} failed after {last}: {type(e).__name__}: {e}; "
-                f"ask the engine's status() for what serves"
-            ) from e
-        sent = stream.fingerprint()
-        if sent is not None and report.fingerprint != sent:
-            raise MismatchError(
-                f"policy version {manifest.policy_version}: the engine serves weights with fingerprint "
-                f"{report.fingerprint}, the trainer sent {sent}; do not use its rollouts"
-            )
-        return report
-
-    @staticmethod
-    def _abort(engine: RolloutEngine, cause: BaseException) -> None:
-        try:
-            engine.abort()
-        except Exception as e:
-            raise RefitError(
-                f"the push failed ({cause}) and so did the engine's abort ({e}); restart the engine, its weights are "
-                f"in an unknown state"
-            ) from cause
 
     def _progressing(self, tensors: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor], None, None]:
         total = sum(p.nbytes for _, p in self.payload.parameters()) if self._progress else 0

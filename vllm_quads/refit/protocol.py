@@ -68,6 +68,29 @@ class RolloutEngine(Protocol):
     def abort(self) -> None: ...
 
 
+@runtime_checkable
+class CollectiveEngine(RolloutEngine, Protocol):
+    """One rank of an engine whose ranks live in the trainer's processes, each pushed to by its own.
+
+    The ranks decide together: `begin` and the end of a refit (`commit`, `abort`, or a `load` that fails) are
+    collectives of the engine. A trainer comes to each of the two once on every rank, and lets no interrupt end it
+    before.
+    """
+
+    collective: bool
+    """True."""
+
+    def decline(self, error: BaseException) -> None:
+        """Instead of `begin`, because this rank's trainer cannot come to it. A collective."""
+
+
+class CollectiveError(RefitError):
+    """A collective of the trainer's ranks has failed on this one, so that nothing can follow that all take part in.
+
+    A `CollectiveEngine` whose tensors end with it ends the refit on its rank without asking the others.
+    """
+
+
 _ADAPTERS: list[Callable[[Any], RolloutEngine | None]] = []
 
 
