@@ -65,6 +65,32 @@ def damage(name: str) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def flip(name: str) -> Iterator[None]:
+    """A bit of the tensor of this name flips on its way to the engine."""
+    from vllm_quads.plugin.engine import VllmEngine
+    from vllm_quads.refit import Lasting
+
+    load = VllmEngine.load
+
+    def flipped(engine: Any, tensors: Any) -> None:
+        def sent() -> Iterator[tuple[str, torch.Tensor]]:
+            for sent, tensor in tensors:
+                yield sent, one_bit(tensor.clone()) if sent == name else tensor
+
+        load(engine, Lasting(sent()))
+
+    with mock.patch.object(VllmEngine, "load", flipped):
+        yield
+
+
+def one_bit(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, with the last bit of its first element flipped."""
+    tensor.view(-1)[:1].view(torch.int16).bitwise_xor_(1)
+    return tensor
+
+
+NORM, ROUTER = "model.norm.weight", "model.layers.1.mlp.gate.weight"
 FIRST, LATER = (f"model.layers.{layer}.mlp.experts.gate_up_proj.weight_scale_2" for layer in (0, 1))
 
 
@@ -110,6 +136,8 @@ def worker(rank: int, port: int, checkpoint: str, directory: str) -> None:
     elsewhere = mock.patch.object(sync, "_check", side_effect=MismatchError("another contract"))
     with elsewhere if rank == 1 else contextlib.nullcontext():
         note("declined", error=outcome(sync.push))
+    with flip(NORM) if rank == 0 else contextlib.nullcontext():
+        note("flipped", error=outcome(sync.push))
     note("versions", error=outcome(lambda: sync.push(20 + rank)))
     moved = mock.patch.object(PushStream, "check_unchanged", side_effect=RefitError("was changed"))
     with moved if rank == 0 else contextlib.nullcontext():
@@ -123,6 +151,12 @@ def worker(rank: int, port: int, checkpoint: str, directory: str) -> None:
     whole = trainer(Path(checkpoint))
     sync = RolloutSync(whole, llm)
     note("whole", report=sync.push().fingerprint)
+    router = whole.model.layers[1].mlp.gate.weight.data
+    if rank == 1:
+        one_bit(router)
+    note("router", error=outcome(sync.push), fitted=outcome(lambda: sync.push(packed=False)))
+    if rank == 1:
+        one_bit(router)
     if rank == 1:
         change(whole)
     note("different", error=outcome(sync.push))
@@ -177,6 +211,7 @@ def test_sharded_trainer_pushes_in_process(ranks: list[dict[str, Any]]) -> None:
     [
         ("damaged", 1, rf"RefitError: {LATER}: .*{KEEP_SERVING}", rf"failed on rank 1: .*{LATER}.*{KEEP_SERVING}"),
         ("declined", 1, "MismatchError: another contract", "failed on rank 1: MismatchError: another contract"),
+        ("flipped", 0, rf"Error: {NORM}: arrived with other bytes.*{KEEP_SERVING}", rf"failed on rank 0: .*{NORM}"),
         ("versions", 0, "version and rollback .20, .host.. on rank 0, .21, ", r"version and rollback .20, .host"),
         ("changed", 0, "RefitError: was changed", rf"failed on rank 0: .*{KEEP_SERVING}"),
     ],
@@ -184,8 +219,9 @@ def test_sharded_trainer_pushes_in_process(ranks: list[dict[str, Any]]) -> None:
 def test_a_failure_on_one_rank_ends_the_push_on_all(
     ranks: list[dict[str, Any]], case: str, failed: int, own: str, others: str
 ) -> None:
-    """A tensor damaged on the way to one rank, a trainer that finds a mismatch on one rank, different versions, weights
-    that change under way: every rank raises and says where, none hangs, and the previous weights serve on both."""
+    """A tensor damaged on the way to one rank (also by one bit, in one that is not quantized), a trainer that finds a
+    mismatch on one rank, different versions, weights that change under way: every rank raises and says where, none
+    hangs, and the previous weights serve on both."""
     for rank in ranks:
         assert {key: rank[case][key] for key in SERVES} == {key: rank["again"][key] for key in SERVES}
     assert re.search(own, ranks[failed][case]["error"])
@@ -206,8 +242,11 @@ def test_ranks_refuse_together(ranks: list[dict[str, Any]]) -> None:
 
 def test_replicas_of_a_trainer_have_to_agree(ranks: list[dict[str, Any]]) -> None:
     """A trainer that is whole on each rank pushes likewise; replicas that have drifted apart are refused, although the
-    shard of one of them would fit."""
+    shard of one of them would fit: by the fingerprint, and by name where only weights differ that are not quantized."""
     for rank in ranks:
         assert rank["whole"]["fingerprint"] == rank["own load"]["fingerprint"]
         assert re.search("fingerprint .* on rank 0, .* on rank 1; push one policy", rank["different"]["error"])
+        for error in (rank["router"]["error"], rank["router"]["fitted"]):
+            assert re.search(rf"{ROUTER} has digest .* on rank 0, .* on rank 1; push one.*{KEEP_SERVING}", error)
+        assert {key: rank["router"][key] for key in SERVES} == {key: rank["whole"][key] for key in SERVES}
         assert {key: rank["different"][key] for key in SERVES} == {key: rank["whole"][key] for key in SERVES}

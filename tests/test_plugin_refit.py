@@ -22,7 +22,7 @@ pytest.importorskip("vllm")
 
 from vllm_quads.checkpoint import quantize_checkpoint
 from vllm_quads.compensation import CompensationState
-from vllm_quads.nvfp4 import Contract, ContractError, QuadsError, QuantizedSet, RefitError
+from vllm_quads.nvfp4 import Contract, ContractError, QuadsError, QuantizedSet, RefitError, tensor_digest
 from vllm_quads.plugin import compat, installing
 from vllm_quads.plugin import refit as refit_module
 from vllm_quads.plugin.arrivals import Arrivals
@@ -348,7 +348,35 @@ def test_swapped_gate_and_up_are_named(serving: Any, other: Path, expected: Any,
     assert scores(serving) == expected[tiny_qwen3_moe][0]
     engine.begin(manifest(serving, tensors, None))
     engine.load(tensors.items())
-    assert engine.commit(good.digests).verified
+    report = engine.commit(good.digests)
+    assert (report.verified, report.fingerprint_verified) == (False, True)  # nothing is known of the other tensors
+    assert "verified for the quantized weights alone" in str(report)
+
+
+def test_digests_of_what_is_not_quantized(serving: Any, other: Path, tiny_qwen3_moe: Path, expected: Any) -> None:
+    """Tensors that are not quantized are compared by their bytes as they were sent, whatever their dtype, in whatever
+    messages they came; a tensor that is missing on one side, and digests that nobody computed, are errors."""
+    engine = as_engine(serving)
+    tensors = stacked(tensors_of(other))
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    plain = {n: int(tensor_digest(t)) % 2**64 for n, t in tensors.items() if ".experts." not in n}
+
+    def commit(verify: bool = True, **digests: int) -> RefitReport:
+        engine.begin(manifest(serving, tensors, expected[other][1], verify=verify))
+        items = list(tensors.items())
+        for start in range(0, len(items), 4):
+            engine.load(items[start : start + 4])
+        return engine.commit(plain=plain | digests)
+
+    assert commit().verified
+    assert scores(serving) == expected[other][0]
+    before = engine.status().report
+    for name in ("model.norm.weight", "model.another.weight"):
+        with pytest.raises(RefitError, match=rf"{name}: arrived with other bytes .* != 0000000000000005.*keep serving"):
+            commit(**{name: 5})
+    with pytest.raises(RefitError, match="verify=False; leave them out.*keep serving"):
+        commit(verify=False)
+    assert engine.status().report == before
 
 
 def test_experts_that_vllm_rearranged_are_refused(

@@ -30,7 +30,7 @@ from vllm_quads.plugin.metrics import RefitMetrics
 from vllm_quads.plugin.serving import LlmEngine
 from vllm_quads.plugin.transfer_receive import Receivers, decode_handle
 from vllm_quads.plugin.transfer_send import IpcPlane, NcclPlane
-from vllm_quads.refit import as_engine
+from vllm_quads.refit import Lasting, as_engine
 from vllm_quads.refit.planes import DiskPlane, InlinePlane
 
 WORKER = "weight_transfer_engine"
@@ -54,7 +54,9 @@ def test_vllms_calls_carry_a_whole_push(shared: tuple[Any, Any], plane: Any) -> 
     assert scores(llm) != expected
     train(model, 1)
     sync = RolloutSync(model, LlmEngine(llm, plane))
-    fingerprint = sync.push().fingerprint
+    pushed = sync.push()
+    fingerprint = pushed.fingerprint
+    assert pushed.verified
     assert fingerprint == sync.payload.fingerprint() == as_engine(llm).fingerprint() != report.fingerprint
     values = scores(llm)
     direct.push()
@@ -62,6 +64,61 @@ def test_vllms_calls_carry_a_whole_push(shared: tuple[Any, Any], plane: Any) -> 
     if hasattr(llm, "get_weight_version"):
         assert llm.get_weight_version() == str(as_engine(llm).policy_version() - 1)
     plane.close()
+
+
+PLAIN = (
+    "model.norm.weight", "model.layers.1.mlp.gate.weight", "model.embed_tokens.weight", "lm_head.weight",
+    "model.layers.0.self_attn.k_proj.weight", "model.layers.1.self_attn.q_norm.weight",
+)  # fmt: skip
+"""Some tensors that are not quantized."""
+
+
+def test_one_bit_of_a_tensor_that_is_not_quantized(shared: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last bit that flips on the way is noticed whatever carries the tensor: within the process, as bytes in many
+    messages, in files; packed and in BF16. The message names it, and the previous weights serve on. Unless it is not to
+    be noticed (`verify=False`), which the report says."""
+    llm, model = shared
+    direct = RolloutSync(model, llm)
+    direct.push()
+    before = scores(llm)
+    train(model, 3)
+    damaged = ""
+
+    def flipped(name: str, tensor: Tensor) -> Tensor:
+        if name == damaged:
+            tensor = tensor.clone()
+            tensor.view(torch.int16).view(-1)[-1] ^= 1
+        return tensor
+
+    send: dict[type, Any] = {kind: kind.send for kind in (InlinePlane, DiskPlane)}
+    for kind in send:
+
+        def damaging(self: Any, control: Any, tensors: Any, kind: type = kind) -> None:
+            send[kind](self, control, [(n, flipped(n, t)) for n, t in tensors])
+
+        monkeypatch.setattr(kind, "send", damaging)
+    load = type(direct.engine).load
+
+    def loading(self: Any, tensors: Any) -> None:
+        load(self, Lasting([(n, flipped(n, t)) for n, t in tensors]))
+
+    monkeypatch.setattr(type(direct.engine), "load", loading)
+    ways = [direct, *(RolloutSync(model, LlmEngine(llm, p)) for p in (InlinePlane(bucket_bytes=5000), DiskPlane()))]
+    for i, damaged in enumerate(PLAIN):
+        for way in (ways[i % 3], ways[(i + 1) % 3]):
+            with pytest.raises(RefitError, match=rf"{damaged}: arrived with other bytes.*previous weights keep"):
+                way.push(packed=i % 2 == 0)
+    assert scores(llm) == before
+    report = ways[1].push(verify=False)
+    assert not report.verified
+    assert "not compared with the trainer" in str(report)
+    damaged = ""
+    for packed in (True, False):
+        assert all(way.push(packed=packed).verified for way in ways)
+        after = scores(llm)
+    monkeypatch.undo()
+    direct.push()
+    assert scores(llm) == after != before
 
 
 def test_metrics_of_an_engine_in_this_process(shared: tuple[Any, Any]) -> None:

@@ -158,18 +158,16 @@ class RefitSession:
                     arrived = None if refit.plain is None else refit.plain.read()
                 seconds = refit.timer.seconds()
             compare_plain(arrived, plain)
-        except Exception as e:
+        except BaseException as e:  # also an interrupt: the other ranks are to hear of it
             error = e
-        except BaseException as e:
-            raise self._ended(e) from e
         message = None if error is None else f"{type(error).__name__}: {error}"
         try:
             outcomes = compat.gather((message, own, seconds, arrived))
             if error is not None:
                 raise error
-            other = next((m for m, *_ in outcomes if m is not None), None)
+            other = next((f"{rank}: {m}" for rank, (m, *_) in enumerate(outcomes) if m is not None), None)
             if other is not None:
-                raise RefitError(f"the refit failed on another rank: {other}")
+                raise RefitError(f"the refit failed on rank {other}")
             assert refit is not None
             totals = added([o for _, o, *_ in outcomes if o is not None])
             compare_digests(refit.manifest, totals, digests)
