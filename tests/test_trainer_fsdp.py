@@ -9,6 +9,7 @@ import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,7 +36,9 @@ from trainer_qat import (
     prepare_qat,
     push_stream,
 )
+from trainer_qat.payload import Payload
 from trainer_qat.prepare import expert_weights, quantizers_of, remove_qat, state_of
+from trainer_qat.push_stream import PushStream
 from vllm_quads.nvfp4 import Contract, WeightGlobalScale, fake_quantize_weight
 
 STEPS = 4
@@ -187,6 +190,92 @@ def disturbed(model: nn.Module, engine: FakeEngine | None, rank: int) -> dict[st
     return results
 
 
+def failing(number: int, error: Exception, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose call of that number raises; the others do what they did."""
+    count = itertools.count(1)
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        if next(count) == number:
+            raise error
+        return original(*args, **kwargs)
+
+    return fails
+
+
+OUT_OF_MEMORY = "out of memory"
+FAULTS: dict[str, tuple[int, Any, str, int]] = {
+    "parts of the amax": (1, push_stream, "shard_amax", 2),
+    "scales": (1, PushStream, "_share_scales", 1),
+    "names": (0, PushStream, "specs", 1),
+    "quantizing": (0, PushStream, "_quantize", 2),
+    "casting": (0, Payload, "merged", 1),
+    "digests": (0, PushStream, "digests", 1),
+    "stillness": (1, PushStream, "changed", 1),
+    "sending": (0, FakeEngine, "load", 1),
+    "engine's digests": (0, FakeEngine, "commit", 1),
+}
+"""Case -> on which rank, in whose function, at which of its calls an ordinary exception is raised."""
+
+
+def faulty(model: nn.Module, engine: FakeEngine | None, rank: int) -> dict[str, tuple[list[float], str]]:
+    """Pushes during which one rank runs out of memory, or is called with what it must refuse."""
+    sync = RolloutSync(model, engine)
+    results = {}
+
+    def note(name: str, action: Callable[[], object]) -> None:
+        if engine is not None:
+            engine.calls.clear()
+        results[name] = ([], outcome(action))
+        assert engine is None or "commit" not in engine.calls, name
+
+    for name, (on, owner, function, number) in FAULTS.items():
+        error = (MemoryError if owner is FakeEngine else torch.OutOfMemoryError)(OUT_OF_MEMORY)
+        fault = mock.patch.object(owner, function, failing(number, error, getattr(owner, function)))
+        with fault if rank == on else contextlib.nullcontext():
+            note(name, sync.push)
+    note("version of rank 1", lambda: sync.push("x" if rank else None))  # type: ignore[arg-type]
+    assert engine is None or engine.calls == []
+    results |= two_engines(model, rank)
+    results["without a fault"] = ([], sync.push().fingerprint)
+    return results
+
+
+def two_engines(model: nn.Module, rank: int) -> dict[str, tuple[list[float], str]]:
+    """Each rank has an engine of its own; that of rank 1 fails after the last tensor, or in the commit."""
+    state = state_of(model)
+    engine = FakeEngine(state.contract, state.quantized)
+    sync = RolloutSync(model, engine)
+    sync.push()
+    take = engine.load
+
+    def load(tensors: Any) -> None:
+        take(tensors)
+        raise OSError("connection lost")
+
+    results = {}
+    for name in ("load", "commit"):
+        fault = mock.patch.object(engine, name, load if name == "load" else mock.Mock(side_effect=OSError("no answer")))
+        with fault if rank == 1 else contextlib.nullcontext():
+            error = outcome(sync.push)
+        results[f"two engines: {name}"] = ([float(engine.version)], error)
+    return results
+
+
+def lost(model: nn.Module, engine: FakeEngine | None, rank: int) -> dict[str, tuple[list[float], str]]:
+    """A push in which a gather itself fails on rank 1."""
+    gather = push_stream.full_tensor
+
+    def gathered(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() > 1:  # a weight, not what was computed of it
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+        return gather(tensor)
+
+    with mock.patch.object(push_stream, "full_tensor", gathered) if rank == 1 else contextlib.nullcontext():
+        error = outcome(RolloutSync(model, engine).push)
+    assert engine is None or engine.calls[-1] == "abort"
+    return {"lost": ([], error)}
+
+
 def data_parallel() -> tuple[list[float], str]:
     """DistributedDataParallel: each rank trains on its half of every batch."""
     model = qwen3(dtype=torch.float32)
@@ -266,7 +355,7 @@ def worker(rank: int, port: int, directory: str) -> None:
     adapters = importlib.util.find_spec("peft") is not None
     if adapters:
         results[ONE_PROCESS + "lora"] = lora(None)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))  # instead of a hang
     results["scored"] = ([], scored_before_the_step(True))
     results["calibrated"] = ([], calibrated(True))
     for units in LORA_UNITS if adapters else ():
@@ -293,6 +382,7 @@ def worker(rank: int, port: int, directory: str) -> None:
     exported = export_checkpoint(last, Path(directory) / "out")
     results["push"], results["export"] = ([], report.fingerprint), ([], exported.fingerprint)
     results |= disturbed(last, engine, rank)
+    results |= faulty(last, engine, rank)
     # A directory that rank 0 cannot write to, and a weight that has diverged, stop every rank's export.
     results["export in the way"] = ([], outcome(lambda: export_checkpoint(last, Path(directory) / "out")))
     results["ddp"], results["tp"] = data_parallel(), ([], tensor_parallel())
@@ -309,9 +399,14 @@ def worker(rank: int, port: int, directory: str) -> None:
     nan = outcome(lambda: export_checkpoint(last, Path(directory) / "nan", Contract()))
     results["export of nan"] = ([], nan)
     results["mixed"] = ([], mixed_precision())
+    # The last that the ranks do together. Rank 1 does not wait, so that rank 0 is the one that is left.
+    lone = qwen3()
+    prepare_qat(lone)
+    shard(lone, "layer", MixedPrecisionPolicy())
+    engine = FakeEngine(Contract(), state_of(lone).quantized) if rank == 0 else None
+    results |= lost(lone, engine, rank)
     torch.save(results, f"{directory}/rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    os._exit(0)  # there is no group left to take down
 
 
 @pytest.fixture(scope="module")
@@ -367,6 +462,47 @@ def test_an_interrupted_rank_leaves_no_other_waiting(ranks: list[dict[str, Any]]
         assert ranks[1][case][1].startswith("RefitError: the push failed on rank 0: KeyboardInterrupt")
     assert ranks[0]["rank 1 interrupted"][1] == "no error"
     assert ranks[1]["rank 1 interrupted"][1].startswith("KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_an_ordinary_exception_on_a_rank_fails_the_push_on_all(ranks: list[dict[str, Any]], case: str) -> None:
+    """Memory that runs out on one rank while it measures, quantizes, casts, digests or sends: it raises that, the other
+    a RefitError that names rank and cause, nothing is committed, and the next push works."""
+    on = FAULTS[case][0]
+    own, other = ranks[on][case][1], ranks[1 - on][case][1]
+    assert own.startswith(("OutOfMemoryError: ", "RefitError: push of policy version "))
+    assert other.startswith(f"RefitError: the push failed on rank {on}: ")
+    assert OUT_OF_MEMORY in own
+    assert OUT_OF_MEMORY in other
+    assert {r["without a fault"][1] for r in ranks} == {ranks[0]["push"][1]}
+
+
+def test_what_a_rank_without_an_engine_refuses_is_known_before_anything_is_sent(ranks: list[dict[str, Any]]) -> None:
+    """A version that is none, on rank 1: both ranks raise, and the engine has heard nothing."""
+    refusal = "ContractError: policy_version: is 'x'"
+    assert ranks[1]["version of rank 1"][1].startswith(refusal)
+    assert ranks[0]["version of rank 1"][1].startswith(f"RefitError: the push failed on rank 1: {refusal}")
+
+
+def test_engines_of_several_ranks_are_committed_if_all_are_ready(ranks: list[dict[str, Any]]) -> None:
+    """An engine on each rank: if one fails before its commit, none commits; if it fails in the commit, which nobody can
+    take back elsewhere, both ranks raise and say where the new version serves."""
+    assert [r["two engines: load"][0] for r in ranks] == [[1.0], [1.0]]
+    assert ranks[0]["two engines: load"][1] == "RefitError: the push failed on rank 1: OSError: connection lost"
+    assert "connection lost" in ranks[1]["two engines: load"][1]
+    assert [r["two engines: commit"][0] for r in ranks] == [[2.0], [1.0]]
+    for rank in ranks:
+        assert "no answer" in rank["two engines: commit"][1]
+        assert rank["two engines: commit"][1].endswith("policy version 2 was committed and serves on rank 0")
+
+
+def test_a_collective_that_fails_is_called_by_its_name(ranks: list[dict[str, Any]]) -> None:
+    """A rank that cannot take part in a gather raises at once and says that its process has to end; once it has, the
+    other raises likewise, and its engine has given the push up."""
+    for rank, cause in zip(ranks, ("RuntimeError: ", f"OutOfMemoryError: {OUT_OF_MEMORY}"), strict=True):
+        assert rank["lost"][1].startswith("CollectiveError: model.embed_tokens.weight: could not be gathered")
+        assert cause in rank["lost"][1]
+        assert "end this process" in rank["lost"][1]
 
 
 def test_a_failed_export_stops_every_rank(ranks: list[dict[str, tuple[list[float], str]]]) -> None:

@@ -101,10 +101,11 @@ class RolloutSync:
             MismatchError: contract or tensor set differ.
             RefitError: the engine refused or failed; the message says what serves now.
             FormatError: a weight holds NaN or Inf, naming it; the engine has heard nothing.
-            ContractError: a sensitivity is not a finite number of at least 0, or the version is not an integer.
+            ContractError: a sensitivity is not a finite number of at least 0, the version not an integer, or the
+                rollback not one of the two.
         """
         ranks = Ranks.of(self.payload.model)
-        # An interrupt of one rank waits for the parts of a push that only this rank waits for (see `Push`).
+        # Where others wait for this rank, Ctrl-C waits as well; `Push` lets it through where they do not.
         with uninterrupted(ranks.sharded or isinstance(self.engine, CollectiveEngine)):
             start = time.perf_counter()
             stream, manifest, engines_vote = self._offer(ranks, packed, verify, policy_version, sensitivities, rollback)
@@ -131,6 +132,7 @@ class RolloutSync:
         try:
             with ranks.together("the push", RefitError):
                 _check_version(version)
+                way_back = _checked_rollback(rollback)
                 compensation = _checked_sensitivities({} if sensitivities is None else sensitivities)
                 scale = self.payload.contract.weight_global_scale
                 if not packed and scale is not WeightGlobalScale.LIVE:
@@ -143,7 +145,7 @@ class RolloutSync:
             manifest = None
             with ranks.together("the push", RefitError):
                 if self.engine is not None:  # while the device measures
-                    manifest = self._manifest(self.engine, stream.specs(), version, compensation, rollback, verify)
+                    manifest = self._manifest(self.engine, stream.specs(), version, compensation, way_back, verify)
                 stream.check()
             return stream, manifest, any(ranks.gather(isinstance(self.engine, CollectiveEngine)))
         except CollectiveError:
@@ -159,7 +161,7 @@ class RolloutSync:
         specs: Mapping[str, TensorSpec],
         version: int | None,
         compensation: Mapping[str, float],
-        rollback: Rollback | str,
+        rollback: Rollback,
         verify: bool,
     ) -> Manifest:
         self._check(engine)
@@ -169,7 +171,7 @@ class RolloutSync:
             tensors=specs,
             policy_version=engine.policy_version() + 1 if version is None else version,
             compensation=compensation,
-            rollback=Rollback(rollback),
+            rollback=rollback,
             verify=verify,
         )
 
@@ -184,6 +186,13 @@ class RolloutSync:
 def _check_version(version: object) -> None:
     if version is not None and (not isinstance(version, int) or isinstance(version, bool) or version < 0):
         raise ContractError(f"policy_version: is {version!r}, expected an integer of at least 0, or None to count on")
+
+
+def _checked_rollback(rollback: Rollback | str) -> Rollback:
+    try:
+        return Rollback(rollback)
+    except ValueError:
+        raise ContractError(f"rollback: is {rollback!r}, expected one of {[r.value for r in Rollback]}") from None
 
 
 def _checked_sensitivities(values: Mapping[str, float]) -> dict[str, float]:
