@@ -27,6 +27,7 @@ from vllm_quads.nvfp4.packed import PackedTensor
 
 _MIX = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64 (golden-ratio multiplier of splitmix64)
 _FINAL = -4658895280553007687  # 0xBF58476D1CE4E5B9 as int64
+_BIAS = (0x5BD1E995 * _MIX + 2**63) % 2**64 - 2**63  # so that words of zeros count
 _EXPERT_INDEX = re.compile(r"\.experts\.\d+\.")
 CODES_PER_WORD = 8
 TENSOR_COLUMNS = 1024
@@ -45,8 +46,10 @@ def _words_digest(words: Tensor, row_offset: int, column_offset: int) -> Tensor:
     *lead, rows, columns = words.shape
     row_weights = _weights(rows, row_offset, words.device)
     column_weights = _weights(columns, column_offset, words.device)
+    on_cpu = words.device.type == "cpu"
     # Some rows at a time: two int64 temporaries that stay in a CPU's cache.
-    step = max(1, min(rows, _CHUNK[words.device.type == "cpu"] // max(1, columns)))
+    step = max(1, min(rows, _CHUNK[on_cpu] // max(1, columns)))
+    bias = torch.full((1,), _BIAS, dtype=torch.int64, device=words.device)
     x = torch.empty(step, columns, dtype=torch.int64, device=words.device)
     shifted = torch.empty_like(x)
     out = []
@@ -55,10 +58,13 @@ def _words_digest(words: Tensor, row_offset: int, column_offset: int) -> Tensor:
         for start in range(0, rows, step):
             part = matrix[start : start + step]
             mixed, high = x[: part.shape[0]], shifted[: part.shape[0]]
-            mixed.copy_(part).add_(0x5BD1E995).mul_(_MIX)
+            torch.add(bias, part, alpha=_MIX, out=mixed)  # (word + 0x5BD1E995) * _MIX
             torch.bitwise_right_shift(mixed, 31, out=high)
-            mixed.bitwise_xor_(high).mul_(column_weights)
-            torch.sum(mixed, dim=-1, out=sums[start : start + step])
+            mixed.bitwise_xor_(high)
+            if on_cpu:
+                torch.mv(mixed, column_weights, out=sums[start : start + step])
+            else:  # which has no such product of integers
+                torch.sum(mixed.mul_(column_weights), dim=-1, out=sums[start : start + step])
         out.append((sums * row_weights).sum())
     return torch.stack(out).reshape(lead) if out else torch.zeros(lead, dtype=torch.int64, device=words.device)
 
