@@ -383,6 +383,11 @@ def worker(rank: int, port: int, directory: str) -> None:
     results["push"], results["export"] = ([], report.fingerprint), ([], exported.fingerprint)
     results |= disturbed(last, engine, rank)
     results |= faulty(last, engine, rank)
+    for on in (0, 1):
+        fault = failing(3, torch.OutOfMemoryError(OUT_OF_MEMORY), Payload._parameter_items)
+        with mock.patch.object(Payload, "_parameter_items", fault) if rank == on else contextlib.nullcontext():
+            error = outcome(lambda: export_checkpoint(last, Path(directory) / "exhausted"))
+        results[f"export: memory of rank {on}"] = ([], error)
     # A directory that rank 0 cannot write to, and a weight that has diverged, stop every rank's export.
     results["export in the way"] = ([], outcome(lambda: export_checkpoint(last, Path(directory) / "out")))
     results["ddp"], results["tp"] = data_parallel(), ([], tensor_parallel())
@@ -506,7 +511,12 @@ def test_a_collective_that_fails_is_called_by_its_name(ranks: list[dict[str, Any
 
 
 def test_a_failed_export_stops_every_rank(ranks: list[dict[str, tuple[list[float], str]]]) -> None:
-    """Rank 0's writer fails before anything is gathered, or a NaN turns up on the way: all raise, none hangs."""
+    """Rank 0's writer fails before anything is gathered, one rank runs out of memory, or a NaN turns up on the way: all
+    raise, none hangs."""
+    for on in (0, 1):
+        assert ranks[on][f"export: memory of rank {on}"][1] == f"OutOfMemoryError: {OUT_OF_MEMORY}"
+        other = ranks[1 - on][f"export: memory of rank {on}"][1]
+        assert f"failed on rank {on}: OutOfMemoryError: {OUT_OF_MEMORY}" in other
     assert ranks[0]["export in the way"][1].startswith("CheckpointError: ")
     assert "failed on rank 0: CheckpointError: " in ranks[1]["export in the way"][1]
     for rank in ranks:

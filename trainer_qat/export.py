@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ from trainer_qat.ranks import Ranks, drain
 from vllm_quads.checkpoint import CheckpointWriter, Format
 from vllm_quads.checkpoint.writer import writing
 from vllm_quads.compensation import CompensationState
-from vllm_quads.nvfp4 import Contract, ContractError, PackedTensor, QuadsError
+from vllm_quads.nvfp4 import Contract, ContractError, PackedTensor
+from vllm_quads.refit import CollectiveError
 
 DEFAULT_SHARD_BYTES = 2 * 1024**3
 
@@ -82,11 +82,17 @@ def export_checkpoint(
             )
             path, fingerprint = _write(writer, items, payload, model, tokenizer, compensation)
         drain(items)
+    except CollectiveError:
+        raise
     except BaseException as e:
         error = e
-        if ranks.sharded:
-            with contextlib.suppress(QuadsError):  # the others wait in a gather until this one has seen everything
+        if ranks.sharded:  # the others wait in a gather until this one has seen everything
+            try:
                 drain(items)
+            except CollectiveError:
+                raise
+            except Exception:
+                pass  # what has gone wrong first is told
     error = ranks.agree(error, f"the export to {dst}")
     if error is not None:
         raise error

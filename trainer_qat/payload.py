@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from trainer_qat.adapters import Adapters, plain_model, require_no_prompt_learning
 from trainer_qat.inventory import Weight, decoder_layers, require_contract, weights_of
 from trainer_qat.prepare import frozen_amax, is_hooked, is_prepared, state_of
-from trainer_qat.quantizer import full_amax, shared_amax
-from trainer_qat.ranks import reshard
+from trainer_qat.quantizer import full_amax, shard_amax, shared_amax
+from trainer_qat.ranks import Ranks, reshard
 from trainer_qat.wire import Wire
 from vllm_quads.checkpoint.disk_names import unstack
 from vllm_quads.checkpoint.layouts import LAYOUTS, Format
@@ -37,6 +37,7 @@ from vllm_quads.nvfp4 import (
     first_difference,
     packed_digest,
     scale_group,
+    weight_amax,
 )
 from vllm_quads.refit import TensorSpec
 
@@ -177,27 +178,54 @@ class Payload:
 
     @torch.no_grad()  # around each step: a `with` would stay in force in the caller while the iterator waits
     def items(self, *, packed: bool = True, quantized_only: bool = False) -> Iterator[Item]:
-        """Every weight, layer by layer; with packed=False quantized weights come as BF16."""
+        """Every weight, layer by layer; with packed=False quantized weights come as BF16.
+
+        Of a sharded model an error that is this rank's own is raised at the end, for the others gather on.
+        """
         self.reshard()
+        ranks = Ranks.of(self.model)
+        error: Exception | None = None
         for name, parameter in self.model.named_parameters():
             weight = self._weights.get(name)
             if self._adapters.adds(name) or (weight is None and quantized_only):
                 continue
-            full = self.merged(full_tensor(parameter), self.updates(name))
-            amax = self._amax(weight, full) if weight is not None and packed else {}
-            for disk, tensor in self.convert(name, full).items():
-                canonical = canonical_name(disk)
-                if canonical not in self.quantized:
-                    yield Item(disk, _plain(tensor), False)
-                elif packed:
-                    value = PackedTensor.quantize(tensor, amax=amax[scale_group(canonical)], name=canonical)
-                    yield Item(disk, value, True)
-                else:
-                    yield Item(disk, tensor.to(torch.bfloat16).contiguous(), True)
-        if not quantized_only:
-            for name, buffer in self.buffers():
-                for disk, tensor in self.convert(name, full_tensor(buffer)).items():
+            with ranks.collective(name):
+                full, updates = full_tensor(parameter), self.updates(name)
+                shared = self._shards_amax(weight) if packed else []
+            try:
+                if error is None:
+                    yield from self._parameter_items(name, weight, self.merged(full, updates), packed, shared)
+            except Exception as e:
+                if not ranks.sharded:
+                    raise
+                error = e
+        for name, buffer in () if quantized_only else self.buffers():
+            with ranks.collective(name):
+                full = full_tensor(buffer)
+            try:
+                for disk, tensor in self.convert(name, full).items() if error is None else ():
                     yield Item(disk, tensor.contiguous(), False)
+            except Exception as e:
+                if not ranks.sharded:
+                    raise
+                error = e
+        if error is not None:
+            raise error
+
+    def _parameter_items(
+        self, name: str, weight: Weight | None, full: Tensor, packed: bool, shared: list[Tensor]
+    ) -> Iterator[Item]:
+        """What `items` gives of one parameter; shared: see `_shards_amax`."""
+        amax = self._amax(weight, full, shared) if weight is not None and packed else {}
+        for disk, tensor in self.convert(name, full).items():
+            canonical = canonical_name(disk)
+            if canonical not in self.quantized:
+                yield Item(disk, _plain(tensor), False)
+            elif packed:
+                value = PackedTensor.quantize(tensor, amax=amax[scale_group(canonical)], name=canonical)
+                yield Item(disk, value, True)
+            else:
+                yield Item(disk, tensor.to(torch.bfloat16).contiguous(), True)
 
     def specs(self, *, packed: bool = True) -> dict[str, TensorSpec]:
         """Shape and dtype of every tensor that `items` will give, by name; computes and gathers nothing.
@@ -242,8 +270,15 @@ class Payload:
             digests[canonical_name(item.name)] = int(packed_digest(item.value))
         return fingerprint(digests)
 
-    def _amax(self, weight: Weight, full: Tensor) -> dict[str, Tensor]:
-        """amax, float32 scalar, of each scale group that has a matrix in this parameter."""
+    def _shards_amax(self, weight: Weight | None) -> list[Tensor]:
+        """Of a sharded matrix: max |W|, a scalar, not rounded, of each weight that shares its scale. A collective."""
+        if weight is None or not isinstance(weight.tensor, DTensor) or weight.tensor.dim() == 3:
+            return []
+        group = [] if weight.name in self.frozen else self._groups[scale_group(next(iter(weight.matrices)))]
+        return [full_tensor(shard_amax(w.tensor)) for w in group]
+
+    def _amax(self, weight: Weight, full: Tensor, shared: list[Tensor]) -> dict[str, Tensor]:
+        """amax, float32 scalar, of each scale group that has a matrix in this parameter; shared: see `_shards_amax`."""
         groups = list(dict.fromkeys(scale_group(name) for name in weight.matrices))
         if full.dim() == 3:
             amax = self.frozen.get(weight.name)
@@ -252,6 +287,8 @@ class Payload:
         frozen = self.frozen.get(weight.name)
         if frozen is not None:
             return {groups[0]: frozen.to(full.device)}
+        if shared:
+            return {groups[0]: torch.stack([weight_amax(a[None, None], weight.name) for a in shared]).amax(dim=0)}
         return {groups[0]: shared_amax([w.tensor for w in self._groups[groups[0]]], weight.name)}
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
