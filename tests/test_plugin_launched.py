@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
+import signal
 import socket
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,9 +48,31 @@ def outcome(action: Callable[[], Any]) -> str:
     """The error of an action, as text."""
     try:
         action()
-    except Exception as e:
+    except (Exception, KeyboardInterrupt) as e:
         return f"{type(e).__name__}: {e}"
     return "no error"
+
+
+def before(owner: Any, name: str, number: int, action: Callable[[], Any]) -> Any:
+    """Do something before the call of that number of a function."""
+    function, count = getattr(owner, name), itertools.count(1)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if next(count) == number:
+            action()
+        return function(*args, **kwargs)
+
+    return mock.patch.object(owner, name, called)
+
+
+def interrupt() -> None:
+    """Ctrl-C, as it reaches this process alone."""
+    signal.raise_signal(signal.SIGINT)
+
+
+def run_out_of_memory() -> None:
+    """Raise what torch raises."""
+    raise torch.OutOfMemoryError("out of memory")
 
 
 @contextlib.contextmanager
@@ -91,6 +116,21 @@ def one_bit(tensor: torch.Tensor) -> torch.Tensor:
 
 
 NORM, ROUTER = "model.norm.weight", "model.layers.1.mlp.gate.weight"
+
+
+def interrupts() -> dict[str, tuple[int, Any, str, int]]:
+    """Case -> on which rank, before which call of whose function, Ctrl-C is pressed."""
+    from trainer_qat.push_stream import PushStream
+    from vllm_quads.plugin import launched
+
+    return {
+        "interrupted while it gathers": (1, PushStream, "_gather", 3),
+        "interrupted in the first vote": (0, launched, "_vote", 1),
+        "interrupted in the second vote": (1, launched, "_vote", 2),
+        "interrupted after the commit": (0, PushStream, "fingerprint", 1),
+    }
+
+
 FIRST, LATER = (f"model.layers.{layer}.mlp.experts.gate_up_proj.weight_scale_2" for layer in (0, 1))
 
 
@@ -99,7 +139,7 @@ def worker(rank: int, port: int, checkpoint: str, directory: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # instead of a hang
     from torch.distributed.fsdp import fully_shard
 
     from trainer_qat import RolloutSync
@@ -142,11 +182,17 @@ def worker(rank: int, port: int, checkpoint: str, directory: str) -> None:
     moved = mock.patch.object(PushStream, "check_unchanged", side_effect=RefitError("was changed"))
     with moved if rank == 0 else contextlib.nullcontext():
         note("changed", error=outcome(sync.push))
+    exhausted = before(PushStream, "_quantize", 2, run_out_of_memory)
+    with exhausted if rank == 1 else contextlib.nullcontext():
+        note("memory", error=outcome(sync.push))
     with damage(FIRST) if rank == 0 else contextlib.nullcontext():
         error = outcome(lambda: sync.push(rollback="none"))
     state, says = engine.status().state.value, outcome(lambda: decoded(llm, [3]))
     seen["refusing"] = {"error": error, "state": state, "says": says}
     note("recovered", report=sync.push().fingerprint)
+    for case, (on, owner, name, number) in interrupts().items():
+        with before(owner, name, number, interrupt) if rank == on else contextlib.nullcontext():
+            note(case, error=outcome(sync.push))
 
     whole = trainer(Path(checkpoint))
     sync = RolloutSync(whole, llm)
@@ -214,18 +260,32 @@ def test_sharded_trainer_pushes_in_process(ranks: list[dict[str, Any]]) -> None:
         ("flipped", 0, rf"Error: {NORM}: arrived with other bytes.*{KEEP_SERVING}", rf"failed on rank 0: .*{NORM}"),
         ("versions", 0, "version and rollback .20, .host.. on rank 0, .21, ", r"version and rollback .20, .host"),
         ("changed", 0, "RefitError: was changed", rf"failed on rank 0: .*{KEEP_SERVING}"),
+        ("memory", 1, rf"MemoryError: out of .*{KEEP_SERVING}", rf"failed on rank 1: .*MemoryError.*{KEEP_SERVING}"),
     ],
 )
 def test_a_failure_on_one_rank_ends_the_push_on_all(
     ranks: list[dict[str, Any]], case: str, failed: int, own: str, others: str
 ) -> None:
     """A tensor damaged on the way to one rank (also by one bit, in one that is not quantized), a trainer that finds a
-    mismatch on one rank, different versions, weights that change under way: every rank raises and says where, none
-    hangs, and the previous weights serve on both."""
+    mismatch on one rank, different versions, weights that change under way, memory that runs out on one rank: every
+    rank raises and says where, none hangs, and the previous weights serve on both."""
     for rank in ranks:
         assert {key: rank[case][key] for key in SERVES} == {key: rank["again"][key] for key in SERVES}
     assert re.search(own, ranks[failed][case]["error"])
     assert re.search(others, ranks[1 - failed][case]["error"])
+
+
+def test_an_interrupt_of_one_rank_waits_for_the_end_of_the_push(ranks: list[dict[str, Any]]) -> None:
+    """Ctrl-C on one rank, wherever the push is, waits for votes and commit, in which the other rank needs this one: the
+    new version serves on both, then the interrupt takes effect."""
+    version = ranks[0]["recovered"]["version"]
+    for case, (on, *_) in interrupts().items():
+        version += 1
+        assert ranks[on][case]["error"].startswith("KeyboardInterrupt")
+        assert ranks[1 - on][case]["error"] == "no error"
+        for rank in ranks:
+            assert rank[case]["version"] == version
+            assert rank[case]["fingerprint"] == rank["recovered"]["fingerprint"]
 
 
 def test_ranks_refuse_together(ranks: list[dict[str, Any]]) -> None:
