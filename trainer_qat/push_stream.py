@@ -188,6 +188,7 @@ class PushStream:
     @torch.no_grad()
     def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
         """Every tensor under its wire name (see `refit.Manifest`). Call `check` first."""
+        resident = self.resident
         for step in self._steps:
             full, updates = self._gather(step)
             if step.weight is not None:
@@ -198,7 +199,7 @@ class PushStream:
             for disk, tensor in self._payload.named(step.name, full).items():
                 sent = (tensor.to(plain_dtype(tensor.dtype)) if step.merges else tensor).contiguous()
                 if self.verifies:
-                    self._plain.add(disk, sent)
+                    self._plain.add(disk, sent, resident=resident)
                 yield disk, sent
 
     @torch.no_grad()

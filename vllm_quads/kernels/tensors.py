@@ -19,7 +19,8 @@ _ROWS = 16
 """Rows of words for one program, at most, unless a tensor has more than the largest launch takes."""
 _PROGRAMS = (1, 16, 256, 4096)
 """Programs per tensor; tensors of like sizes share a launch."""
-_HELD_BYTES = 32 * 1024**2
+_HELD_BYTES = 64 * 1024**2
+"""Memory that is held, at most, until there are more tensors for a launch."""
 
 
 def digest_tensors(tensors: Sequence[Tensor]) -> Tensor:
@@ -60,10 +61,11 @@ class TensorDigests:
         self._started: list[tuple[list[str], Tensor]] = []
         self._read: dict[str, int] | None = None
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Digest a tensor, which has to stay as it is, soon: 32 MiB of them are held, to be started together."""
+    def add(self, name: str, tensor: Tensor, *, resident: bool = False) -> None:
+        """Digest a tensor, which has to stay as it is, later: it is held, and started with others. resident: it lies in
+        memory anyway, so that any number may be held until `read`."""
         self._held.append((name, tensor))
-        self._bytes += tensor.nbytes
+        self._bytes += 0 if resident else tensor.nbytes
         if self._bytes >= _HELD_BYTES:
             self.start()
 
