@@ -2,7 +2,7 @@
 """Push the trainer's weights into a running rollout engine, and prove that they arrived.
 
 The engine is anything that `vllm_quads.refit.as_engine` accepts; this package does not know vLLM. Contract and tensor
-set are compared before a byte moves, digests of the packed weights before they serve.
+set are compared before a byte moves, digests of all tensors before they serve.
 """
 
 from __future__ import annotations
