@@ -80,6 +80,7 @@ def colocated(path: Path) -> dict[str, Any]:
         say("log-probs repeat, fingerprints agree")
         train(model, 1)
         report = sync.push()
+        assert report.verified, report
         facts["packed"] = dict(report.seconds)
         say("packed push", facts["packed"])
         changed = engine.scores(PROMPTS)
@@ -178,6 +179,7 @@ def _pushes(url: str, model: Any, data: str, path: Path) -> dict[str, Any]:
     report = sync.push()
     assert [complete(url, p) for p in PROMPTS] == changed
     bf16 = sync.push(packed=False)
+    assert report.verified and bf16.verified, (report, bf16)
     assert bf16.fingerprint == report.fingerprint == sync.payload.fingerprint()
     assert [complete(url, p) for p in PROMPTS] == changed, "a BF16 push differs from a packed one"
     model.load_state_dict(first)

@@ -15,6 +15,7 @@ import torch
 from weight_kernel_checks import CHECKS
 
 from vllm_quads.kernels import weights as kernels
+from vllm_quads.kernels.tensors import digest_tensors
 from vllm_quads.nvfp4.errors import FormatError
 
 
@@ -53,7 +54,7 @@ def test_fallback(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_nothing_waits_for_the_device() -> None:
-    """No function synchronizes; only FiniteCheck.check does."""
+    """No function synchronizes; only FiniteCheck.check and TensorDigests.read do."""
     w = torch.randn(4, 32, 64, device="cuda", dtype=torch.bfloat16)
     finite = kernels.FiniteCheck()
 
@@ -65,6 +66,7 @@ def test_nothing_waits_for_the_device() -> None:
         kernels.dequantize_stack(packed)
         kernels.clamp_gradient(w, w, amax)
         kernels.digest_stack(packed)
+        digest_tensors([w, w[0].t(), w[0, 0, :3]])
 
     work()  # compiles
     torch.cuda.set_sync_debug_mode("error")
