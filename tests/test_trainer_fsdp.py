@@ -186,6 +186,14 @@ def disturbed(model: nn.Module, engine: FakeEngine | None, rank: int) -> dict[st
     with commit if engine is not None else contextlib.nullcontext():
         results["commit interrupted"] = ([], outcome(sync.push))
     assert engine is None or engine.calls[-1] == "abort"
+
+    def commits(*args: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return FakeEngine.commit(engine, *args)
+
+    with mock.patch.object(engine, "commit", commits) if engine is not None else contextlib.nullcontext():
+        results["interrupted in the commit"] = ([], outcome(sync.push))
+    assert engine is None or engine.calls[-1] == "commit"
     results["undisturbed"] = ([], sync.push().fingerprint)
     return results
 
@@ -460,11 +468,13 @@ def test_weights_that_change_on_a_rank_without_an_engine(ranks: list[dict[str, A
 
 
 def test_an_interrupted_rank_leaves_no_other_waiting(ranks: list[dict[str, Any]]) -> None:
-    """Ctrl-C on the rank with the engine, between weights or in the commit, ends the push on both; on another rank it
-    comes into force after the push."""
+    """Ctrl-C on the rank with the engine, between weights, ends the push on both, as does what else ends the commit; on
+    another rank it comes into force after the push, as it does in a commit, which is then known to have happened."""
     for case in ("rank 0 interrupted", "commit interrupted"):
         assert ranks[0][case][1].startswith("KeyboardInterrupt")
         assert ranks[1][case][1].startswith("RefitError: the push failed on rank 0: KeyboardInterrupt")
+    assert ranks[0]["interrupted in the commit"][1].startswith("KeyboardInterrupt")
+    assert ranks[1]["interrupted in the commit"][1] == "no error"
     assert ranks[0]["rank 1 interrupted"][1] == "no error"
     assert ranks[1]["rank 1 interrupted"][1].startswith("KeyboardInterrupt")
 

@@ -16,7 +16,7 @@ wait for.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -86,9 +86,9 @@ class Push:
     # -- the rank with the engine ------------------------------------------------------------------------------------
 
     def _transfer(self, engine: RolloutEngine, manifest: Manifest, watch: Callable[[Tensors], Tensors]) -> RefitReport:
-        # Ctrl-C may end what only this rank waits for. In a vote of the engine others wait for it.
-        votes = isinstance(engine, CollectiveEngine)
-        section: Callable[[], AbstractContextManager[None]] = nullcontext if votes else interruptible
+        # Ctrl-C may end what only this rank waits for: in a vote of the engine others wait for it. A commit that was
+        # interrupted may have happened, and the others would be told that it failed.
+        alone = not isinstance(engine, CollectiveEngine)
         stream, began, last = self._stream, False, "(nothing yet)"
 
         def sent() -> Generator[tuple[str, Tensor], None, None]:
@@ -110,7 +110,7 @@ class Push:
 
         tensors = sent()
         try:
-            with section():
+            with interruptible() if alone else nullcontext():
                 engine.begin(manifest)
                 began = True
                 engine.load(Lasting(tensors, resident=stream.resident))
@@ -119,8 +119,7 @@ class Push:
             error = self._agree_to_commit(None)
             if error is not None:
                 raise error
-            with section():
-                report = engine.commit(digests, plain)
+            report = engine.commit(digests, plain)
         except BaseException as e:
             self._agree_to_commit(e)  # unless all ranks know, or none can be told
             if began or not isinstance(e, QuadsError):  # a push that was refused has ended; what is open is another's
