@@ -179,7 +179,8 @@ def _pushes(url: str, model: Any, data: str, path: Path) -> dict[str, Any]:
     report = sync.push()
     assert [complete(url, p) for p in PROMPTS] == changed
     bf16 = sync.push(packed=False)
-    assert report.verified and bf16.verified, (report, bf16)
+    assert report.verified, report
+    assert bf16.verified, bf16
     assert bf16.fingerprint == report.fingerprint == sync.payload.fingerprint()
     assert [complete(url, p) for p in PROMPTS] == changed, "a BF16 push differs from a packed one"
     model.load_state_dict(first)
