@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -225,17 +228,81 @@ def absorb_latent_attention(model: torch.nn.Module) -> None:
                 setattr(module, name, old)
 
 
-def abandon_layerwise_reload() -> None:
-    """Take layers that vLLM's layerwise reload has taken apart back to their old tensors, after a failure.
+# -- layerwise reload --------------------------------------------------------------------------------------------------
 
-    vLLM itself leaves them without weights, and would mix this reload's tensors into the next one.
+
+def abandon_reload(part: torch.nn.Module) -> bool:
+    """Give what vLLM's layerwise reload has taken apart of a model its old tensors back, and forget what has arrived.
+
+    part: any module of the model. False if nothing was apart. vLLM itself leaves layers of a failed reload without
+    weights, and would mix the tensors that it holds for them into the next reload.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
-    for layer, info in list(layerwise.LAYERWISE_INFO.items()):
-        if info.can_load() and info.kernel_tensors is not None:
-            layerwise._place_kernel_tensors(layer, info)
-            info.reset()
+    apart = _apart(part)
+    for layer, info in apart:
+        layerwise._place_kernel_tensors(layer, info)
+        info.reset()
+    return bool(apart)
+
+
+def restart_reload(mark: torch.nn.Module) -> bool:
+    """Let a layerwise reload that has come as far as `mark`, taking a model apart, keep nothing of an earlier one.
+
+    Returns True if an earlier one had not been finished.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    before = set(itertools.takewhile(lambda module: module is not mark, _model_of(mark).modules()))
+    apart = _apart(mark)
+    stale = any(layer not in before or info.loaded_weights for layer, info in apart)
+    if stale:
+        visited = [layer for layer, _ in apart if layer in before]
+        abandon_reload(mark)
+        # What the reload has passed already, it has left as the earlier one had.
+        layerwise.initialize_layerwise_reload(SimpleNamespace(modules=lambda: visited))
+    return stale
+
+
+def in_reload(part: torch.nn.Module) -> bool:
+    """True if vLLM's layerwise reload has taken layers of the model that `part` belongs to apart, and not finished."""
+    return bool(_apart(part))
+
+
+def leave_reload(module: torch.nn.Module) -> None:
+    """Take a module without weights out of a layerwise reload, so that the next one takes it apart again."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    info = layerwise.get_layerwise_info(module)
+    if info.can_load():
+        layerwise._place_kernel_tensors(module, info)
+        info.reset()
+
+
+def _apart(part: torch.nn.Module) -> list[tuple[torch.nn.Module, Any]]:
+    """Layers that a reload has taken apart, in the order of the model, and what vLLM knows of them."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    known = layerwise.LAYERWISE_INFO
+    if not any(_is_apart(info) for info in known.values()):
+        return []
+    found = ((layer, known[layer]) for layer in _model_of(part).modules() if layer in known)
+    return [(layer, info) for layer, info in found if _is_apart(info)]
+
+
+def _is_apart(info: Any) -> bool:
+    return bool(info.can_load() and info.kernel_tensors is not None)
+
+
+def _model_of(part: torch.nn.Module) -> torch.nn.Module:
+    """The model that a module belongs to: of all that can be reloaded, the largest that has it."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    sizes = [(sum(1 for _ in m.modules()), m) for m in list(layerwise.LAYERWISE_INFO) if part in set(m.modules())]
+    return max(sizes, key=lambda item: item[0])[1] if sizes else part
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def is_in_process(llm: Any) -> bool:
@@ -352,9 +419,18 @@ def has_running_requests(llm: Any) -> bool:
     return bool(scheduler.running)
 
 
-def abort_all_requests(llm: Any) -> None:
-    """Give up every request of this in-process `LLM`."""
-    engine = llm.llm_engine
-    states = engine.output_processor.request_states
-    internal = "internal" in inspect.signature(engine.abort_request).parameters
-    engine.abort_request(list(states), internal=True) if internal else engine.abort_request(list(states))
+def give_up_requests() -> None:
+    """End all requests of the engine in this process that is computing now, if there is one.
+
+    When a forward pass raises, vLLM's `LLM` raises too, but keeps the requests, and would wait for ever for tokens that
+    it believes to be computed already. A model is not told whose it is; its caller is on the stack.
+    """
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    for frame, _ in traceback.walk_stack(None):
+        engine = frame.f_locals.get("self")
+        if isinstance(engine, LLMEngine):
+            states = list(engine.output_processor.request_states)
+            internal = "internal" in inspect.signature(engine.abort_request).parameters
+            engine.abort_request(states, internal=True) if internal else engine.abort_request(states)
+            return

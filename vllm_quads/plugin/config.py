@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from vllm_quads.plugin.linear import DenseEmbeddingMethod, DenseLinearMethod, Qu
 from vllm_quads.plugin.loading import PackedLoader
 from vllm_quads.plugin.moe import QuadsMoEMethod
 from vllm_quads.plugin.parameters import Matrix
+from vllm_quads.plugin.reloads import Reloads
 from vllm_quads.plugin.runtime import LayerRuntime
 from vllm_quads.plugin.source import Source, parse, unquantized
 
@@ -62,16 +63,11 @@ class QuadsConfig(QuantizationConfig):
         self.source = source or unquantized()
         self.policy_version = 0
         """Version of the weights that are serving, as counted by the trainer."""
-        self.refusal: str | None = None
-        """Why no forward pass may run (weights of two policies, or none), or None."""
-        self._to_reload: set[str] = set()
-        """Layers that have not been loaded since a reload failed."""
-        self._reload_refusal = ""
-        self.on_refused: Callable[[], None] | None = None
-        """Called when a forward pass is refused: an engine in this process gives its requests up, for what is not
-        computed now would be missing when vLLM goes on with them."""
+        self._refusal: str | None = None
         self.runtimes: dict[str, LayerRuntime] = {}
         """Runtime of every quantized layer of this rank."""
+        self.reloads = Reloads(self.runtimes)
+        """vLLM's own reloads of this engine."""
         self.weights: dict[str, tuple[int, int]] = {}
         """Canonical name -> (N, K) of every linear, expert and embedding of the model."""
         self.quantized: QuantizedSet | None = None
@@ -149,12 +145,28 @@ class QuadsConfig(QuantizationConfig):
         for runtime in self.runtimes.values():
             runtime.state_changed()
 
+    @property
+    def refusal(self) -> str | None:
+        """Why no forward pass may run (weights of two policies, or none), or None."""
+        return self.reloads.refusal if self._refusal is None else self._refusal
+
+    @refusal.setter
+    def refusal(self, reason: str | None) -> None:
+        """None: the weights of this rank are those of one policy."""
+        if reason is None:
+            self.reloads.replaced()
+        self._refusal = None if reason == self.reloads.refusal else reason
+
     def require_servable(self) -> None:
         """Raise RefitError if a refit is under way, or has failed and left no weights that could serve."""
-        if self.refusal is not None:
-            if self.on_refused is not None:
-                self.on_refused()
-            raise RefitError(f"this engine cannot serve: {self.refusal}")
+        refusal = self.refusal
+        if refusal is not None:
+            self.refused()
+            raise RefitError(f"this engine cannot serve: {refusal}")
+
+    def refused(self) -> None:
+        """A forward pass has been refused, for whatever reason: its requests end with it, see `give_up_requests`."""
+        compat.give_up_requests()
 
     def collect(self, on: bool) -> None:
         """Start or stop gathering statistics in every layer. Raises ContractError where captured graphs would not."""
@@ -291,6 +303,7 @@ class QuadsConfig(QuantizationConfig):
         frozen = self.contract.weight_global_scale is not WeightGlobalScale.LIVE
         loader = PackedLoader(layer, groups, self.disk_name, frozen=frozen)
         loader.awaits_placeholders = compat.awaits_placeholders()
+        loader.on_failed = self.reloads.failed
         return loader
 
     def disk_name(self, name: str) -> str:
@@ -300,6 +313,7 @@ class QuadsConfig(QuantizationConfig):
     def add_runtime(self, key: str, runtime: LayerRuntime) -> None:
         """Remember the runtime of a quantized layer, and make it findable in the engine's forward passes."""
         self.runtimes[key] = runtime
+        self.reloads.watch(runtime)
         compat.register_forward_layer(get_current_vllm_config(), key, runtime)
 
     # -- after loading -------------------------------------------------------------------------------------------
@@ -315,30 +329,12 @@ class QuadsConfig(QuantizationConfig):
             return
         try:
             runtime.loader.finish(need_input_scale=needs_input_scales(self.contract))
-        except CheckpointError as e:
-            compat.abandon_layerwise_reload()
-            for other in self.runtimes.values():
-                other.loader.forget_partial()
-            self._reload_failed(str(e))
+            runtime.settle_for_graphs()
+            runtime.hand_over()
+        except BaseException as e:
+            self.reloads.failed(e)
             raise
-        self._reloaded(runtime)
-        runtime.settle_for_graphs()
-        runtime.hand_over()
-
-    def _reload_failed(self, reason: str) -> None:
-        """Some layers hold new weights now, others old ones: nothing serves until all of them are new."""
-        self._to_reload = set(self.runtimes)
-        self._reload_refusal = self.refusal = (
-            f"a reload has failed ({reason}), and layers of two checkpoints are mixed; load a complete one, or push "
-            f"with trainer_qat.RolloutSync"
-        )
-
-    def _reloaded(self, runtime: LayerRuntime) -> None:
-        """A layer has been loaded whole."""
-        if self._to_reload:
-            self._to_reload -= {key for key, other in self.runtimes.items() if other is runtime}
-            if not self._to_reload and self.refusal == self._reload_refusal:
-                self.refusal = None
+        self.reloads.loaded(runtime)
 
     def model_loaded(self) -> None:
         """The whole model has been built and loaded: resolve the contract against it, and load the saved state."""

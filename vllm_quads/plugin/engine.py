@@ -11,7 +11,6 @@ engine for each process (`launched`).
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -75,7 +74,6 @@ class VllmEngine:
     def begin(self, manifest: Manifest) -> None:
         """Validate a push. Raises RefitError naming the first difference in contract, set, names, shapes, dtypes or
         version, or if requests are unfinished, which two policies would answer."""
-        self._read(self._end_what_is_refused)
         if self._llm.llm_engine.has_unfinished_requests():
             raise RefitError(_UNFINISHED)
         self._session(lambda session: session.begin(manifest))
@@ -118,17 +116,6 @@ class VllmEngine:
 
     def _fail(self, error: RefitError) -> NoReturn:
         raise self._session(lambda session: session.fail(error))
-
-    def _end_what_is_refused(self, config: QuadsConfig) -> None:
-        """Let requests end with the forward pass that was refused: an error has answered them, but vLLM still has them,
-        and would go on after tokens that were never computed."""
-        llm = self._llm  # a weak reference: the config does not keep the engine alive
-
-        def give_up() -> None:
-            with contextlib.suppress(ReferenceError):
-                compat.abort_all_requests(llm)
-
-        config.on_refused = give_up
 
     # -- changing what does not change weights -------------------------------------------------------------------
 

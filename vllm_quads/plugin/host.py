@@ -22,6 +22,9 @@ class LayerHost(Protocol):
     def require_servable(self) -> None:
         """Raise RefitError if the weights are not those of one policy."""
 
+    def refused(self) -> None:
+        """A forward pass has been refused, for whatever reason."""
+
     def make_loader(self, layer: nn.Module, groups: list[list[Matrix]]) -> PackedLoader:
         """The loader of a quantized layer."""
 

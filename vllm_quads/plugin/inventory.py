@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -79,10 +80,12 @@ class Plan:
 
 
 class Inventory:
-    """The tensors of a model. Built once per engine; parameters never move."""
+    """The tensors of a model. Built once per engine; the parameters of quantized weights never move."""
 
     def __init__(self, model: nn.Module, config: QuadsConfig) -> None:
         """Walk the model. Tied weights are listed once, under the name of the embedding."""
+        self._model = weakref.ref(model)
+        self._config = config
         assert config.quantized is not None
         self.quantized = config.quantized.shapes
         """Canonical name -> (N, K) of each quantized matrix, of all ranks."""
@@ -102,11 +105,21 @@ class Inventory:
         self.owners: dict[str, nn.Parameter] = {}
         """The parameter that each of them is loaded into."""
         self._rearranged: dict[str, str] = {}
+        self._found: list[tuple[weakref.ref[nn.Module], str, nn.Parameter]] = []
+        """Every parameter of the model, where it was found."""
         self._planned: tuple[dict[str, TensorSpec], Plan] | None = None
+        self._walk(model)
+
+    def _walk(self, model: nn.Module) -> None:
+        """Find what is not quantized."""
+        for known in (self.plain, self.owners, self._rearranged, self._found):
+            known.clear()
+        self._planned = None
         seen: set[int] = set()
         for name, module in model.named_modules():
             own = getattr(module, "quads", None)
             for leaf, param in module.named_parameters(recurse=False):
+                self._found.append((weakref.ref(module), leaf, param))
                 if id(param) in seen or (isinstance(own, LayerRuntime) and leaf != "bias"):
                     continue
                 if leaf in compat.ABSORBED and hasattr(module, "kv_b_proj"):
@@ -119,12 +132,21 @@ class Inventory:
                 self.plain |= tensors
                 self.owners |= dict.fromkeys(tensors, param)
 
+    def _look_again(self) -> None:
+        """Parameters may have been replaced by others since: by a reload that did not end, or by somebody else."""
+        self._config.reloads.end()
+        model = self._model()
+        there = ((ref(), leaf, param) for ref, leaf, param in self._found)
+        if model is not None and any(m is None or m._parameters.get(leaf) is not param for m, leaf, param in there):
+            self._walk(model)
+
     def plan(self, tensors: Mapping[str, TensorSpec]) -> Plan:
         """Where each tensor goes.
 
         Raises RefitError for the first one that is unknown, of a wrong shape or dtype, sent twice, or missing, and for
         a layer that is sent in more than one form.
         """
+        self._look_again()
         if self._planned is None or self._planned[0] != tensors:  # pushes are alike, one after another
             self._planned = dict(tensors), self._new_plan(tensors)
         return self._planned[1]

@@ -54,6 +54,8 @@ class PackedLoader:
         self._frozen_amax: dict[str, Tensor] = {}
         self._input_scales: dict[str, Tensor] = {}
         self._counting = False
+        self._before: tuple[dict[str, Tensor], dict[str, str]] | None = None
+        """Static activation scales, and what was damaged, before a reload that has not been finished."""
         self._names: dict[str, Role] = {FIELD[role]: role for role in CANONICAL}
         self.matrices = tuple(m for group in groups for m in group)
         """The matrices with a local shard, in order."""
@@ -62,6 +64,8 @@ class PackedLoader:
         """Where their bytes are."""
         self.on_complete: Callable[[], None] | None = None
         """Called when every matrix has been loaded anew since the last call."""
+        self.on_failed: Callable[[BaseException], None] | None = None
+        """Called when a tensor could not be loaded, before the error is raised."""
         self._version = 0
         self._waiting = self._nothing()
         self._renewed: set[str] = set()
@@ -93,6 +97,14 @@ class PackedLoader:
 
         A wrong value is found here or in `write_waiting`, and stays an error until the matrix is loaded anew.
         """
+        try:
+            self._load(matrix, role, tensor, param)
+        except BaseException as e:
+            if self.on_failed is not None:
+                self.on_failed(e)
+            raise
+
+    def _load(self, matrix: Matrix, role: Role, tensor: Tensor, param: Tensor) -> None:
         quantize = role is Role.WEIGHT and tensor.is_floating_point() and tensor.element_size() > 1
         self._check(matrix, role, tensor, quantize)
         if param.is_meta:
@@ -209,6 +221,7 @@ class PackedLoader:
             self._counting = True
             for m in self._waiting.matrices():
                 self._damaged[m.name] = f"{self._where(m, Role.WEIGHT)}: a reload began before it was written"
+            self._before = dict(self._input_scales), dict(self._damaged)
             self._waiting = self._nothing()
             self._whole = False
             self._renewed.clear()
@@ -268,6 +281,7 @@ class PackedLoader:
         for prefix in dict.fromkeys(m.prefix for m in self.matrices):
             self.storage.tensor(prefix, Role.INPUT_SCALE).zero_()
         self.restore_input_scales()
+        self._before = None
         self._version += 1
 
     def fill_dummy(self) -> None:
@@ -305,6 +319,14 @@ class PackedLoader:
             self._waiting.forget_partial()
         self._renewed.clear()  # or the next load would count as complete too early
         self._version += 1
+
+    def reload_abandoned(self) -> None:
+        """Forget what has arrived of a reload that was not finished: the parameters are those of the time before it."""
+        self._counting = False
+        if self._before is not None:
+            self._input_scales, self._damaged = self._before
+            self._before, self._waiting = None, self._nothing()
+        self.forget_partial()
 
     @property
     def ever_loaded(self) -> bool:

@@ -188,6 +188,15 @@ class LayerRuntime(nn.Module):
 
     # -- derived operands ----------------------------------------------------------------------------------------
 
+    def _ready(self) -> None:
+        """What a forward pass begins with. Raises RefitError if it must not take place."""
+        self.config.require_servable()
+        try:
+            self.settle()
+        except Exception:
+            self.config.refused()
+            raise
+
     def settle(self) -> None:
         """Rebuild the derived operands if parameters or state have changed. Every forward pass begins with this.
 
@@ -304,8 +313,7 @@ class ExpertsRuntime(LayerRuntime):
     def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """MoE output [M, H] of x [M, H] with global expert ids [M, k] (negative: nobody's)."""
         layer, w13, w2 = self.layer, self.active[self.w13.name], self.active[self.w2.name]
-        self.config.require_servable()
-        self.settle()
+        self._ready()
         split = self.backend.splits_auto and self.contract.compensation.form is Form.AUTO
         return self.backend.forward(
             ExpertsRequest(
@@ -368,8 +376,7 @@ class LinearRuntime(LayerRuntime):
     def forward(self, x: Tensor) -> Tensor:
         """y [..., N] = x [..., K] times the local weight, without bias."""
         state = self.active[self.site.name]
-        self.config.require_servable()
-        self.settle()
+        self._ready()
         flat = x.reshape(-1, x.shape[-1])
         split = self.backend.splits_auto and self.contract.compensation.form is Form.AUTO
         y = self.backend.forward(
