@@ -213,6 +213,7 @@ def failing(number: int, error: Exception, original: Callable[..., Any]) -> Call
 OUT_OF_MEMORY = "out of memory"
 FAULTS: dict[str, tuple[int, Any, str, int]] = {
     "parts of the amax": (1, push_stream, "shard_amax", 2),
+    "room for the largest": (1, torch, "empty", 1),
     "scales": (1, PushStream, "_share_scales", 1),
     "names": (0, PushStream, "specs", 1),
     "quantizing": (0, PushStream, "_quantize", 2),

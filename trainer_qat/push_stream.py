@@ -132,6 +132,14 @@ class PushStream:
             if not self._take_kept(weight):
                 sharded = isinstance(tensor, DTensor)
                 self._own[weight.name] = shard_amax(tensor) if sharded else weight_amax(tensor.detach())
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Have memory for the largest tensor that will be gathered, or fail here, where all ranks can still be told."""
+        sharded = (step.tensor for step in self._steps if isinstance(step.tensor, DTensor))
+        largest = max(sharded, key=lambda tensor: tensor.nbytes, default=None)
+        if largest is not None:
+            torch.empty(largest.nbytes, dtype=torch.uint8, device=largest.device)
 
     @torch.no_grad()
     def combine(self) -> None:
