@@ -145,6 +145,7 @@ def worker(rank: int, port: int, checkpoint: str, directory: str) -> None:
     from trainer_qat import RolloutSync
     from trainer_qat.push_stream import PushStream
     from vllm_quads.nvfp4 import MismatchError, RefitError
+    from vllm_quads.plugin.refit import RefitSession
     from vllm_quads.refit import as_engine
 
     llm = start_engine(checkpoint, tensor_parallel_size=2, distributed_executor_backend="external_launcher")
@@ -193,6 +194,13 @@ def worker(rank: int, port: int, checkpoint: str, directory: str) -> None:
     for case, (on, owner, name, number) in interrupts().items():
         with before(owner, name, number, interrupt) if rank == on else contextlib.nullcontext():
             note(case, error=outcome(sync.push))
+
+    late = mock.patch.object(RefitSession, "_committed", side_effect=RefitError("no room for the report"))
+    with late if rank == 1 else contextlib.nullcontext():
+        error = outcome(sync.push)
+    state, says = engine.status().state.value, outcome(lambda: decoded(llm, [3]))
+    seen["divided"] = {"error": error, "state": state, "says": says}
+    note("united", report=sync.push().fingerprint)
 
     whole = trainer(Path(checkpoint))
     sync = RolloutSync(whole, llm)
@@ -298,6 +306,19 @@ def test_ranks_refuse_together(ranks: list[dict[str, Any]]) -> None:
         assert rank["refusing"]["says"].startswith("RefitError: this engine cannot serve")
         assert rank["recovered"]["report"] == rank["recovered"]["fingerprint"] == rank["packed"]["fingerprint"]
         assert rank["recovered"]["scores"] == rank["packed"]["scores"]
+
+
+def test_ranks_commit_together(ranks: list[dict[str, Any]]) -> None:
+    """One rank fails in the commit itself, when the others have committed: none waits for another, all raise, name the
+    rank and refuse, and the next push brings all back."""
+    for rank in ranks:
+        assert re.search(rf"RefitError: .*rank 1 could not commit.*no room.*{REFUSES}", rank["divided"]["error"])
+        assert KEEP_SERVING not in rank["divided"]["error"]
+        assert rank["divided"]["state"] == "refusing"
+        assert rank["divided"]["says"].startswith("RefitError: this engine cannot serve")
+        assert rank["united"]["report"] == rank["united"]["fingerprint"] == rank["recovered"]["fingerprint"]
+        assert rank["united"]["scores"] == rank["recovered"]["scores"]
+    assert ranks[0]["united"] == ranks[1]["united"]
 
 
 def test_replicas_of_a_trainer_have_to_agree(ranks: list[dict[str, Any]]) -> None:

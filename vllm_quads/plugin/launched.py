@@ -8,14 +8,15 @@
 Every rank is pushed to by the trainer in its own process, with whole tensors of which it takes its shard. The ranks
 decide together, at two moments: whether the refit begins, and whether it is committed. A rank that fails in between
 says so at the second, so that every rank that has begun takes part in it once, through `commit`, `abort` or a `load`
-that fails.
+that fails. After the second all ranks say how it has ended for them, those that have committed as well: if that is not
+the same everywhere, no rank serves.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
@@ -23,10 +24,12 @@ from vllm_quads.compensation import CompensationState
 from vllm_quads.nvfp4 import RefitError, unit_fingerprint
 from vllm_quads.plugin import compat
 from vllm_quads.plugin.engine import VllmEngine
-from vllm_quads.plugin.policy import refuse_together
 from vllm_quads.plugin.refit_checks import check_parallel
 from vllm_quads.refit import CollectiveError, Manifest, RefitReport
 from vllm_quads.refit.report import KEEP_SERVING, REFUSES
+
+if TYPE_CHECKING:
+    from vllm_quads.plugin.config import QuadsConfig
 
 
 class LaunchedEngine(VllmEngine):
@@ -92,15 +95,21 @@ class LaunchedEngine(VllmEngine):
             raise RefitError("no refit is under way on this rank; call begin(manifest) first")
         self._begun = False
         error: BaseException | None = None
+        report: RefitReport | None = None
         try:
             self._prepare_commit()
         except BaseException as e:
             error = e
         try:
             _vote(error, None if digests is None else unit_fingerprint(digests), "fingerprint")
-            return self._session(lambda session: session.commit(digests, plain))
+            report = self._session(lambda session: session.commit(digests, plain))
         except BaseException as e:
-            raise self._ended(e) from e
+            error = e
+        ended = self._ended(error)
+        if ended is not None:
+            raise ended from error
+        assert report is not None
+        return report
 
     def abort(self) -> None:
         """End the refit that is under way, if there is one, on all ranks: the others are told at their `commit`."""
@@ -113,16 +122,26 @@ class LaunchedEngine(VllmEngine):
         """Vote against the commit; returns what to raise."""
         self._begun = False
         _tell(error)
-        return self._ended(error)
+        return self._ended(error) or error
 
-    def _ended(self, error: BaseException) -> BaseException:
-        """End the refit, if it has not ended, in the same way on all ranks; returns what to raise. A collective."""
-        reason = error if isinstance(error, RefitError) else RefitError(_text(error))
-        ended = self._session(lambda session: session.fail(reason))
-        broken = self._read(refuse_together)
-        if broken is not None:
-            ended = RefitError(f"{_without_outcome(str(ended))}; on rank {broken} {REFUSES}")
-        return ended if isinstance(error, Exception) else error
+    def _ended(self, error: BaseException | None) -> BaseException | None:
+        """End the refit in the same way on all ranks. A collective: after the second vote every rank comes here once,
+        also one that has committed.
+
+        error: why this rank has not, or None. Returns what to raise, which may be that another rank has not.
+        """
+        ended = error
+        if error is not None:
+            reason = error if isinstance(error, RefitError) else RefitError(_text(error))
+            try:
+                ended = self._session(lambda session: session.fail(reason))
+            except BaseException as e:  # in the rollback: nothing serves
+                ended = e
+        text = None if error is None else _text(error)
+        outcome = self._read(lambda config: _settle_ranks(config, text))
+        if outcome is not None:
+            ended = RefitError(outcome if ended is None else f"{_without_outcome(str(ended))}; {outcome}")
+        return ended if error is None or isinstance(error, Exception) else error
 
     # -- what one rank cannot answer -----------------------------------------------------------------------------
 
@@ -156,6 +175,27 @@ def _is_alone(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, CollectiveError):
         error = error.__cause__
     return error is not None
+
+
+def _settle_ranks(config: QuadsConfig, error: str | None) -> str | None:
+    """Let no rank serve if one cannot, or if some have committed and others have not. A collective.
+
+    error: why this rank has not committed, or None. Returns what is wrong where this rank, by itself, could serve.
+    """
+    ends = compat.gather((error, config.refusal, config.policy_version))
+    failed = next((rank for rank, (text, _, _) in enumerate(ends) if text is not None), None)
+    broken = next((rank for rank, (_, refusal, _) in enumerate(ends) if refusal is not None), None)
+    if failed is not None and any(text is None for text, _, _ in ends):
+        config.policy_version = max(version for _, _, version in ends)  # or the ranks would count on differently
+        reason = f"rank {failed} could not commit what other ranks have committed: {ends[failed][0]}"
+        outcome = f"{reason}; {REFUSES}"
+    elif broken is not None and config.refusal is None:
+        reason, outcome = f"rank {broken}: {ends[broken][1]}", f"on rank {broken} {REFUSES}"
+    else:
+        return None
+    if config.refusal is None:
+        config.refusal = reason
+    return outcome
 
 
 def _tell(error: BaseException) -> None:
