@@ -176,10 +176,13 @@ def test_replaced_parameters_are_found(llm: Any, policies: list[Tensors], expect
 
     llm.apply_model(replace)
     assert kept
-    engine, tensors = as_engine(llm), policies[1]
+    engine = as_engine(llm)
+    tensors = {n: 1.5 * t if "norm" in n else t for n, t in policies[1].items()}  # which are all one
     engine.begin(manifest(llm, tensors, None))
     engine.load([(n, t) for n, t in tensors.items() if "norm" in n])
     engine.abort()
     assert scores(llm) == expected[0]
     push(llm, tensors, None)
+    assert scores(llm) != expected[1]
+    push(llm, policies[1], None)
     assert scores(llm) == expected[1]
