@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 from unittest import mock
 
@@ -118,18 +119,13 @@ def one_bit(tensor: torch.Tensor) -> torch.Tensor:
 NORM, ROUTER = "model.norm.weight", "model.layers.1.mlp.gate.weight"
 
 
-def interrupts() -> dict[str, tuple[int, Any, str, int]]:
-    """Case -> on which rank, before which call of whose function, Ctrl-C is pressed."""
-    from trainer_qat.push_stream import PushStream
-    from vllm_quads.plugin import launched
-
-    return {
-        "interrupted while it gathers": (1, PushStream, "_gather", 3),
-        "interrupted in the first vote": (0, launched, "_vote", 1),
-        "interrupted in the second vote": (1, launched, "_vote", 2),
-        "interrupted after the commit": (0, PushStream, "fingerprint", 1),
-    }
-
+INTERRUPTS = {
+    "interrupted while it gathers": (1, "trainer_qat.push_stream:PushStream", "_gather", 3),
+    "interrupted in the first vote": (0, "vllm_quads.plugin.launched", "_vote", 1),
+    "interrupted in the second vote": (1, "vllm_quads.plugin.launched", "_vote", 2),
+    "interrupted after the commit": (0, "trainer_qat.push_stream:PushStream", "fingerprint", 1),
+}
+"""Case -> on which rank, before which call of whose function, Ctrl-C is pressed."""
 
 FIRST, LATER = (f"model.layers.{layer}.mlp.experts.gate_up_proj.weight_scale_2" for layer in (0, 1))
 
@@ -142,7 +138,8 @@ def worker(rank: int, port: int, checkpoint: str, directory: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # instead of a hang
     from torch.distributed.fsdp import fully_shard
 
-    from trainer_qat import RolloutSync
+    from trainer_qat import RolloutSync, push_stream
+    from trainer_qat.prepare import quantizers_of
     from trainer_qat.push_stream import PushStream
     from vllm_quads.nvfp4 import MismatchError, RefitError
     from vllm_quads.plugin.refit import RefitSession
@@ -153,6 +150,7 @@ def worker(rank: int, port: int, checkpoint: str, directory: str) -> None:
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
+    gathers = len(list(quantizers_of(model))) + 3  # of the amax of every quantized weight, then of weights
     sync, engine = RolloutSync(model, llm), as_engine(llm)
     seen: dict[str, dict[str, Any]] = {}
 
@@ -191,8 +189,8 @@ def worker(rank: int, port: int, checkpoint: str, directory: str) -> None:
     state, says = engine.status().state.value, outcome(lambda: decoded(llm, [3]))
     seen["refusing"] = {"error": error, "state": state, "says": says}
     note("recovered", report=sync.push().fingerprint)
-    for case, (on, owner, name, number) in interrupts().items():
-        with before(owner, name, number, interrupt) if rank == on else contextlib.nullcontext():
+    for case, (on, owner, name, number) in INTERRUPTS.items():
+        with before(resolve_name(owner), name, number, interrupt) if rank == on else contextlib.nullcontext():
             note(case, error=outcome(sync.push))
 
     late = mock.patch.object(RefitSession, "_committed", side_effect=RefitError("no room for the report"))
@@ -203,7 +201,7 @@ def worker(rank: int, port: int, checkpoint: str, directory: str) -> None:
     note("united", report=sync.push().fingerprint)
 
     whole = trainer(Path(checkpoint))
-    sync = RolloutSync(whole, llm)
+    sharded, sync = sync, RolloutSync(whole, llm)
     note("whole", report=sync.push().fingerprint)
     router = whole.model.layers[1].mlp.gate.weight.data
     if rank == 1:
@@ -214,8 +212,12 @@ def worker(rank: int, port: int, checkpoint: str, directory: str) -> None:
     if rank == 1:
         change(whole)
     note("different", error=outcome(sync.push))
-    torch.save(seen, f"{directory}/rank{rank}.pt")
     dist.barrier()
+    # The last that the ranks do together. Rank 1 does not wait, so that rank 0 is the one that is left.
+    with before(push_stream, "full_tensor", gathers, run_out_of_memory) if rank == 1 else contextlib.nullcontext():
+        error = outcome(sharded.push)
+    seen["lost"] = {"error": error, "state": engine.status().state.value, "version": engine.policy_version()}
+    torch.save(seen, f"{directory}/rank{rank}.pt")
     os._exit(0)  # groups of vLLM and of the trainer are not taken down in step
 
 
@@ -287,13 +289,23 @@ def test_an_interrupt_of_one_rank_waits_for_the_end_of_the_push(ranks: list[dict
     """Ctrl-C on one rank, wherever the push is, waits for votes and commit, in which the other rank needs this one: the
     new version serves on both, then the interrupt takes effect."""
     version = ranks[0]["recovered"]["version"]
-    for case, (on, *_) in interrupts().items():
+    for case, (on, *_) in INTERRUPTS.items():
         version += 1
         assert ranks[on][case]["error"].startswith("KeyboardInterrupt")
         assert ranks[1 - on][case]["error"] == "no error"
         for rank in ranks:
             assert rank[case]["version"] == version
             assert rank[case]["fingerprint"] == rank["recovered"]["fingerprint"]
+
+
+def test_a_rank_that_has_lost_the_others_votes_on_nothing(ranks: list[dict[str, Any]]) -> None:
+    """A gather that fails on one rank of the trainer, which the others cannot be told: its engine goes back at once,
+    and so does that of the other rank when the process of the first has ended."""
+    for rank, cause in zip(ranks, ("RuntimeError", "OutOfMemoryError: out of memory"), strict=True):
+        assert "could not be gathered on this rank" in rank["lost"]["error"]
+        assert cause in rank["lost"]["error"]
+        assert rank["lost"]["error"].endswith(KEEP_SERVING)
+        assert (rank["lost"]["state"], rank["lost"]["version"]) == ("serving", rank["different"]["version"])
 
 
 def test_ranks_refuse_together(ranks: list[dict[str, Any]]) -> None:
