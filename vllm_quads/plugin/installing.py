@@ -18,7 +18,7 @@ from vllm_quads.nvfp4 import RefitError
 from vllm_quads.plugin.arrivals import Arrivals
 from vllm_quads.plugin.config import QuadsConfig
 from vllm_quads.plugin.direct import DirectCopies
-from vllm_quads.plugin.inventory import Inventory, TensorName
+from vllm_quads.plugin.inventory import Inventory, Plan, TensorName
 from vllm_quads.plugin.open_refit import OpenRefit
 from vllm_quads.plugin.refit_checks import check_promised
 from vllm_quads.plugin.runtime import settle_together
@@ -41,6 +41,8 @@ class Installer:
         self._disk_names: dict[str, str] = {}
         self._direct: DirectCopies | None = None
         self._dtypes: dict[tuple[str, ...], frozenset[torch.dtype]] = {}
+        self._planned: Plan | None = None
+        """What they are of."""
 
     def receive(self, refit: OpenRefit, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Take whole tensors, and install every unit that they complete.
@@ -194,6 +196,8 @@ class Installer:
     def _dtypes_of(self, refit: OpenRefit, name: str) -> frozenset[torch.dtype]:
         """Dtypes of the parameters that a tensor changes."""
         keys = refit.plan.plain[name]
+        if self._planned is not refit.plan:  # parameters may be others
+            self._dtypes, self._planned = {}, refit.plan
         if keys not in self._dtypes:
             self._dtypes[keys] = frozenset(self._inventory.owners[key].dtype for key in keys)
         return self._dtypes[keys]
