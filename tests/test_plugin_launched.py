@@ -143,6 +143,7 @@ def worker(rank: int, port: int, checkpoint: str, directory: str) -> None:
     from trainer_qat.push_stream import PushStream
     from vllm_quads.nvfp4 import MismatchError, RefitError
     from vllm_quads.plugin.refit import RefitSession
+    from vllm_quads.plugin.serving import LlmEngine
     from vllm_quads.refit import as_engine
 
     llm = start_engine(checkpoint, tensor_parallel_size=2, distributed_executor_backend="external_launcher")
@@ -203,6 +204,12 @@ def worker(rank: int, port: int, checkpoint: str, directory: str) -> None:
     whole = trainer(Path(checkpoint))
     sharded, sync = sync, RolloutSync(whole, llm)
     note("whole", report=sync.push().fingerprint)
+    workers = RolloutSync(whole, LlmEngine(llm))  # the calls that workers of a server get
+    with late if rank == 1 else contextlib.nullcontext():
+        error = outcome(workers.push)
+    state, says = engine.status().state.value, outcome(lambda: decoded(llm, [3]))
+    seen["workers divided"] = {"error": error, "state": state, "says": says}
+    note("workers united", report=workers.push().fingerprint)
     router = whole.model.layers[1].mlp.gate.weight.data
     if rank == 1:
         one_bit(router)
@@ -322,12 +329,17 @@ def test_ranks_refuse_together(ranks: list[dict[str, Any]]) -> None:
 
 def test_ranks_commit_together(ranks: list[dict[str, Any]]) -> None:
     """One rank fails in the commit itself, when the others have committed: none waits for another, all raise, name the
-    rank and refuse, and the next push brings all back."""
+    rank and refuse, and the next push brings all back. Workers that are refitted by vLLM's calls do likewise."""
+    for rank, case in itertools.product(ranks, ("divided", "workers divided")):
+        assert re.search(r"RefitError: .*rank 1 could not commit.*no room", rank[case]["error"])
+        assert "refuses to serve until" in rank[case]["error"]
+        assert KEEP_SERVING not in rank[case]["error"]
+        assert rank[case]["state"] == "refusing"
+        assert rank[case]["says"].startswith("RefitError: this engine cannot serve")
     for rank in ranks:
-        assert re.search(rf"RefitError: .*rank 1 could not commit.*no room.*{REFUSES}", rank["divided"]["error"])
-        assert KEEP_SERVING not in rank["divided"]["error"]
-        assert rank["divided"]["state"] == "refusing"
-        assert rank["divided"]["says"].startswith("RefitError: this engine cannot serve")
+        united = rank["workers united"]
+        assert united["report"] == united["fingerprint"] == rank["whole"]["fingerprint"]
+        assert (united["scores"], united["version"]) == (rank["whole"]["scores"], rank["whole"]["version"] + 2)
         assert rank["united"]["report"] == rank["united"]["fingerprint"] == rank["recovered"]["fingerprint"]
         assert rank["united"]["scores"] == rank["recovered"]["scores"]
     assert ranks[0]["united"] == ranks[1]["united"]
@@ -341,5 +353,5 @@ def test_replicas_of_a_trainer_have_to_agree(ranks: list[dict[str, Any]]) -> Non
         assert re.search("fingerprint .* on rank 0, .* on rank 1; push one policy", rank["different"]["error"])
         for error in (rank["router"]["error"], rank["router"]["fitted"]):
             assert re.search(rf"{ROUTER} has digest .* on rank 0, .* on rank 1; push one.*{KEEP_SERVING}", error)
-        assert {key: rank["router"][key] for key in SERVES} == {key: rank["whole"][key] for key in SERVES}
-        assert {key: rank["different"][key] for key in SERVES} == {key: rank["whole"][key] for key in SERVES}
+        assert {key: rank["router"][key] for key in SERVES} == {key: rank["workers united"][key] for key in SERVES}
+        assert {key: rank["different"][key] for key in SERVES} == {key: rank["workers united"][key] for key in SERVES}

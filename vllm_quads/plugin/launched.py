@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -26,10 +26,7 @@ from vllm_quads.plugin import compat
 from vllm_quads.plugin.engine import VllmEngine
 from vllm_quads.plugin.refit_checks import check_parallel
 from vllm_quads.refit import CollectiveError, Manifest, RefitReport
-from vllm_quads.refit.report import KEEP_SERVING, REFUSES
-
-if TYPE_CHECKING:
-    from vllm_quads.plugin.config import QuadsConfig
+from vllm_quads.refit.report import without_outcome
 
 
 class LaunchedEngine(VllmEngine):
@@ -138,9 +135,9 @@ class LaunchedEngine(VllmEngine):
             except BaseException as e:  # in the rollback: nothing serves
                 ended = e
         text = None if error is None else _text(error)
-        outcome = self._read(lambda config: _settle_ranks(config, text))
+        outcome = self._session(lambda session: session.settle(text))
         if outcome is not None:
-            ended = RefitError(outcome if ended is None else f"{_without_outcome(str(ended))}; {outcome}")
+            ended = RefitError(outcome if ended is None else f"{without_outcome(str(ended))}; {outcome}")
         return ended if error is None or isinstance(error, Exception) else error
 
     # -- what one rank cannot answer -----------------------------------------------------------------------------
@@ -177,39 +174,13 @@ def _is_alone(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _settle_ranks(config: QuadsConfig, error: str | None) -> str | None:
-    """Let no rank serve if one cannot, or if some have committed and others have not. A collective.
-
-    error: why this rank has not committed, or None. Returns what is wrong where this rank, by itself, could serve.
-    """
-    ends = compat.gather((error, config.refusal, config.policy_version))
-    failed = next((rank for rank, (text, _, _) in enumerate(ends) if text is not None), None)
-    broken = next((rank for rank, (_, refusal, _) in enumerate(ends) if refusal is not None), None)
-    if failed is not None and any(text is None for text, _, _ in ends):
-        config.policy_version = max(version for _, _, version in ends)  # or the ranks would count on differently
-        reason = f"rank {failed} could not commit what other ranks have committed: {ends[failed][0]}"
-        outcome = f"{reason}; {REFUSES}"
-    elif broken is not None and config.refusal is None:
-        reason, outcome = f"rank {broken}: {ends[broken][1]}", f"on rank {broken} {REFUSES}"
-    else:
-        return None
-    if config.refusal is None:
-        config.refusal = reason
-    return outcome
-
-
 def _tell(error: BaseException) -> None:
     """A vote against."""
     compat.gather((_text(error), None))
 
 
 def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_without_outcome(str(error))}"
-
-
-def _without_outcome(message: str) -> str:
-    """A message without what it says of the rank on which it was raised."""
-    return message.replace(f"; {KEEP_SERVING}", "").replace(f"; {REFUSES}", "")
+    return f"{type(error).__name__}: {without_outcome(str(error))}"
 
 
 __all__ = ["LaunchedEngine"]

@@ -15,6 +15,7 @@ from vllm_quads.plugin.config import QuadsConfig
 from vllm_quads.plugin.digests import DigestTable, over_ranks
 from vllm_quads.plugin.runtime import ExpertsRuntime, LayerRuntime, LinearRuntime
 from vllm_quads.plugin.units import units_of
+from vllm_quads.refit.report import REFUSES, without_outcome
 
 
 def config_of(model: nn.Module) -> QuadsConfig:
@@ -52,6 +53,27 @@ def refuse_together(config: QuadsConfig) -> int | None:
     return broken
 
 
+def end_together(config: QuadsConfig, error: str | None) -> str | None:
+    """Let no rank serve if one cannot, or if some have committed and others have not. A collective, after a commit.
+
+    error: why this rank has not committed, or None. Returns what is wrong where this rank, by itself, could serve.
+    """
+    ends = compat.gather((error, config.refusal, config.policy_version))
+    failed = next((rank for rank, (text, _, _) in enumerate(ends) if text is not None), None)
+    broken = next((rank for rank, (_, refusal, _) in enumerate(ends) if refusal is not None), None)
+    if failed is not None and any(text is None for text, _, _ in ends):
+        config.policy_version = max(version for _, _, version in ends)  # or the ranks would count on differently
+        reason = f"rank {failed} could not commit what other ranks have committed: {without_outcome(ends[failed][0])}"
+        outcome = f"{reason}; {REFUSES}"
+    elif broken is not None and config.refusal is None:
+        reason, outcome = f"rank {broken}: {ends[broken][1]}", f"on rank {broken} {REFUSES}"
+    else:
+        return None
+    if config.refusal is None:
+        config.refusal = reason
+    return outcome
+
+
 def refresh_compensation(config: QuadsConfig, sensitivities: Mapping[str, float] | None = None) -> int:
     """Choose channel sets and centring vectors anew from gathered statistics; returns the number of sites.
 
@@ -74,4 +96,11 @@ def refresh_compensation(config: QuadsConfig, sensitivities: Mapping[str, float]
     return len(sites)
 
 
-__all__ = ["config_of", "model_digests", "model_fingerprint", "refresh_compensation", "refuse_together"]
+__all__ = [
+    "config_of",
+    "end_together",
+    "model_digests",
+    "model_fingerprint",
+    "refresh_compensation",
+    "refuse_together",
+]

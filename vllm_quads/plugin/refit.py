@@ -37,7 +37,7 @@ from vllm_quads.plugin.installing import Installer
 from vllm_quads.plugin.inventory import Inventory
 from vllm_quads.plugin.open_refit import OpenRefit
 from vllm_quads.plugin.phases import PhaseTimer
-from vllm_quads.plugin.policy import config_of, refresh_compensation
+from vllm_quads.plugin.policy import config_of, end_together, refresh_compensation
 from vllm_quads.plugin.refit_checks import compare_digests, compare_plain, compare_ranks, planned
 from vllm_quads.plugin.streams import current_stream, ordered
 from vllm_quads.plugin.undo import UndoLog
@@ -178,6 +178,22 @@ class RefitSession:
             raise self._ended(e) from e
         slowest = {p: max(s.get(p, 0.0) for _, _, s, _ in outcomes) for _, _, own_s, _ in outcomes for p in own_s}
         return self._committed(refit, own or {}, totals, slowest, (digests is not None, plain is not None))
+
+    def settle(self, error: str | None) -> str | None:
+        """Hear how the commit has ended on all ranks: see `policy.end_together`. A collective.
+
+        error: why this rank has not committed, or None. Returns why it must not serve what it could, or None.
+        """
+        try:
+            outcome = end_together(self._config, error)
+        except BaseException as e:
+            if error is None:  # it cannot be known any more whether the others have committed
+                self._config.refusal = f"the other ranks did not say whether they have committed ({type(e).__name__})"
+            raise
+        if outcome is not None:
+            self.counters.broken += 1
+            self._tell("broken", "verification")
+        return outcome
 
     def abort(self) -> None:
         """End the refit that is under way, if any: as after a failure."""

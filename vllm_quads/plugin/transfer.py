@@ -41,6 +41,7 @@ from vllm_quads.plugin.transfer_checkpoint import checkpoint_manifest, checkpoin
 from vllm_quads.plugin.transfer_receive import Receivers
 from vllm_quads.refit import Manifest
 from vllm_quads.refit.remote import PROTOCOL, state_to_text
+from vllm_quads.refit.report import without_outcome
 
 logger = init_logger("vllm.quads")
 
@@ -291,16 +292,37 @@ class QuadsTransferEngine(WeightTransferEngine):
         self._state = state
 
     def _commit(self, digests: Mapping[str, int] | None = None, plain: Mapping[str, int] | None = None) -> None:
+        """On all ranks or on none. Two votes, which every rank comes to, whatever fails on it: whether all are well,
+        and how it has ended."""
+        values: tuple[dict[str, int] | None, ...] = (None, None)
+        try:
+            if self._version is None:
+                raise RefitError("commit came before a manifest")
+            values = _integers(digests), _integers(plain)
+        except Exception as e:
+            self._fail(_text(e), "verification")
         failures = compat.gather(self._failure)
         first = next(((rank, text) for rank, text in enumerate(failures) if text is not None), None)
         if first is not None:
             if self._failure is None:
                 self._fail(f"rank {first[0]}: {first[1]}", "verification")
             return
-        if self._version is None:
-            raise RefitError("commit came before a manifest")
-        self._session.commit(_integers(digests), _integers(plain), self._state)
-        self._committed, self._version, self._asleep = True, None, False
+        error: BaseException | None = None
+        try:
+            self._session.commit(*values, self._state)
+        except BaseException as e:
+            error = e
+            self._fail(_text(e), "verification")
+        outcome = self._session.settle(None if error is None else self._failure)
+        if outcome is not None:
+            self._failure = outcome if self._failure is None else f"{without_outcome(self._failure)}; {outcome}"
+            self._read = False
+            logger.error("quads: %s", outcome)
+        if self._failure is None:
+            self._committed, self._asleep = True, False
+        self._version = None
+        if error is not None and not isinstance(error, Exception):
+            raise error
 
     def _abort(self) -> None:
         if self._committed:
@@ -319,7 +341,10 @@ class QuadsTransferEngine(WeightTransferEngine):
         self._end_session()
         logger.error("quads: refit refused: %s", text)
         if self._metrics is not None and self._ends() == self._ends_before:  # the session has not told of it itself
-            self._metrics.ended("refused", reason)
+            try:
+                self._metrics.ended("refused", reason)
+            except Exception:
+                logger.exception("quads: the end of a refit could not be reported")
 
     def _ends(self) -> int:
         """How many refits of the session have ended."""

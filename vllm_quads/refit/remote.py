@@ -200,6 +200,7 @@ class RemoteEngine:
         order = ("serving", "refitting", "refusing")
         worst = max(statuses, key=lambda s: order.index(s["state"]))
         merged["state"], merged["reason"] = worst["state"], worst["reason"]
+        merged["committed"] = all(s.get("committed") for s in statuses)
         failed = next(((r, s["failure"]) for r, s in enumerate(statuses) if s["failure"]), None)
         if failed is not None:
             merged["failure"] = failed[1] if len(statuses) == 1 else f"rank {failed[0]}: {failed[1]}"

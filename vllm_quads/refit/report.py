@@ -74,6 +74,11 @@ STILL_REFUSES = "the engine still refuses"
 REFUSES = "the previous weights are gone, and the engine refuses to serve until a complete refit succeeds"
 
 
+def without_outcome(message: str) -> str:
+    """A message without what it says of what one rank serves."""
+    return message.replace(f"; {KEEP_SERVING}", "").replace(f"; {REFUSES}", "")
+
+
 def says_what_serves(message: str) -> bool:
     """True for the message of a failed refit that already ends with its outcome."""
     return any(outcome in message for outcome in (KEEP_SERVING, STILL_REFUSES, REFUSES))
