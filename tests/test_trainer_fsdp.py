@@ -397,6 +397,9 @@ def worker(rank: int, port: int, directory: str) -> None:
         with mock.patch.object(Payload, "_parameter_items", fault) if rank == on else contextlib.nullcontext():
             error = outcome(lambda: export_checkpoint(last, Path(directory) / "exhausted"))
         results[f"export: memory of rank {on}"] = ([], error)
+    tokenizer = object() if rank == 0 else None
+    refused = outcome(lambda: export_checkpoint(last, Path(directory) / "refused", tokenizer=tokenizer))
+    results["export refused"] = ([], refused)
     # A directory that rank 0 cannot write to, and a weight that has diverged, stop every rank's export.
     results["export in the way"] = ([], outcome(lambda: export_checkpoint(last, Path(directory) / "out")))
     results["ddp"], results["tp"] = data_parallel(), ([], tensor_parallel())
@@ -522,8 +525,10 @@ def test_a_collective_that_fails_is_called_by_its_name(ranks: list[dict[str, Any
 
 
 def test_a_failed_export_stops_every_rank(ranks: list[dict[str, tuple[list[float], str]]]) -> None:
-    """Rank 0's writer fails before anything is gathered, one rank runs out of memory, or a NaN turns up on the way: all
-    raise, none hangs."""
+    """Rank 0 refuses its arguments, or its writer fails before anything is gathered, one rank runs out of memory, or a
+    NaN turns up on the way: all raise, none hangs."""
+    assert ranks[0]["export refused"][1].startswith("ContractError: tokenizer")
+    assert "failed on rank 0: ContractError: tokenizer" in ranks[1]["export refused"][1]
     for on in (0, 1):
         assert ranks[on][f"export: memory of rank {on}"][1] == f"OutOfMemoryError: {OUT_OF_MEMORY}"
         other = ranks[1 - on][f"export: memory of rank {on}"][1]

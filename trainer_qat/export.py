@@ -62,11 +62,14 @@ def export_checkpoint(
         MismatchError: the contract is not the one that the model trains with.
         FormatError: a weight holds NaN or Inf, naming it.
     """
-    payload = Payload(model, contract)
-    payload.specs()  # refuses unsupported families before anything is written
-    if not (tokenizer is None or isinstance(tokenizer, (str, Path)) or hasattr(tokenizer, "save_pretrained")):
-        raise ContractError(f"tokenizer: is {type(tokenizer).__name__}, expected a tokenizer, or a directory with one")
-    ranks = Ranks.of(payload.model)
+    ranks = Ranks.of(model)
+    with ranks.together(f"the export to {dst}"):
+        payload = Payload(model, contract)
+        payload.specs()  # refuses unsupported families before anything is written
+        if not (tokenizer is None or isinstance(tokenizer, (str, Path)) or hasattr(tokenizer, "save_pretrained")):
+            raise ContractError(
+                f"tokenizer: is {type(tokenizer).__name__}, expected a tokenizer, or a directory with one"
+            )
     path, fingerprint = Path(dst), ""
     error: BaseException | None = None
     items = payload.items()

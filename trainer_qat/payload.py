@@ -185,26 +185,21 @@ class Payload:
         self.reshard()
         ranks = Ranks.of(self.model)
         error: Exception | None = None
-        for name, parameter in self.model.named_parameters():
+        sent = [(n, p, False) for n, p in self.parameters() if n in self._weights or not quantized_only]
+        sent += [] if quantized_only else [(n, b, True) for n, b in self.buffers()]
+        for name, tensor, is_buffer in sent:
             weight = self._weights.get(name)
-            if self._adapters.adds(name) or (weight is None and quantized_only):
-                continue
             with ranks.collective(name):
-                full, updates = full_tensor(parameter), self.updates(name)
+                full = full_tensor(tensor)
+                updates = [] if is_buffer else self.updates(name)
                 shared = self._shards_amax(weight) if packed else []
             try:
-                if error is None:
+                if error is not None:
+                    continue
+                if is_buffer:
+                    yield from (Item(disk, t.contiguous(), False) for disk, t in self.convert(name, full).items())
+                else:
                     yield from self._parameter_items(name, weight, self.merged(full, updates), packed, shared)
-            except Exception as e:
-                if not ranks.sharded:
-                    raise
-                error = e
-        for name, buffer in () if quantized_only else self.buffers():
-            with ranks.collective(name):
-                full = full_tensor(buffer)
-            try:
-                for disk, tensor in self.convert(name, full).items() if error is None else ():
-                    yield Item(disk, tensor.contiguous(), False)
             except Exception as e:
                 if not ranks.sharded:
                     raise

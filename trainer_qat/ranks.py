@@ -53,9 +53,25 @@ class Ranks:
         other = next((f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None), None)
         return kind(f"{what} failed on {other}") if error is None and other is not None else error
 
-    def collective(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Around nothing but collectives of a sharded model; see `collective`."""
-        return collective(what) if self.sharded else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def collective(self, what: str) -> Iterator[None]:
+        """Around nothing but collectives: one that has failed is told apart from everything else.
+
+        Raises CollectiveError (of a model that is not sharded nothing), after which this rank must not enter another
+        one: those that still wait would take it for the one that has failed.
+        """
+        try:
+            yield
+        except CollectiveError:
+            raise
+        except Exception as e:
+            if not self.sharded:
+                raise
+            raise CollectiveError(
+                f"{what}: could not be gathered on this rank ({type(e).__name__}: {e}); the other ranks wait in the "
+                f"same collective, or have ended, and cannot be told: end this process, its process group is of no "
+                f"more use"
+            ) from e
 
     @contextlib.contextmanager
     def together(self, what: str, kind: type[QuadsError] = QuadsError) -> Iterator[None]:
@@ -77,7 +93,7 @@ class Ranks:
         if not self.sharded:
             return [value]
         values: list[_T] = [value] * dist.get_world_size(self.group)
-        with collective("what each rank has to say"):
+        with self.collective("what each rank has to say"):
             dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -91,27 +107,9 @@ class Ranks:
         if not self.sharded:
             return value
         values = [value]
-        with collective("what the leading rank has to say"):
+        with self.collective("what the leading rank has to say"):
             dist.broadcast_object_list(values, group_src=0, group=self.group)
         return values[0]
-
-
-@contextlib.contextmanager
-def collective(what: str) -> Iterator[None]:
-    """Around nothing but collectives: one that has failed is told apart from everything else.
-
-    Raises CollectiveError, after which this rank must not enter another one: those that still wait would take it for
-    the one that has failed.
-    """
-    try:
-        yield
-    except CollectiveError:
-        raise
-    except Exception as e:
-        raise CollectiveError(
-            f"{what}: could not be gathered on this rank ({type(e).__name__}: {e}); the other ranks wait in the same "
-            f"collective, or have ended, and cannot be told: end this process, its process group is of no more use"
-        ) from e
 
 
 def reshard(model: nn.Module) -> None:
