@@ -3,7 +3,7 @@
 
 A 30B mixture of experts is a few hundred tensors instead of tens of thousands. Each quantized weight is quantized once
 (or taken from the packed cache), digested, and handed over; nothing is kept. Under FSDP2 one parameter at a time is
-gathered, and every rank has to iterate; ranks without an engine only take part in that.
+gathered by all ranks; those without an engine do nothing else.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PushStream:
 
     @cached_property
     def _parameters(self) -> list[tuple[str, Tensor, Weight | None]]:
-        """What is sent, in order."""
+        """Parameters that are sent, in order."""
         return [(name, p, self._payload.weight(name)) for name, p in self._payload.parameters()]
 
     @cached_property

@@ -99,7 +99,8 @@ class RolloutSync:
 
         Raises:
             MismatchError: contract or tensor set differ.
-            RefitError: the engine refused or failed; the message says what serves now.
+            RefitError: the engine refused or failed; the message says what serves now. Of a sharded model
+                `CollectiveError` if a gather itself failed on this rank, whose process then has to end.
             FormatError: a weight holds NaN or Inf, naming it; the engine has heard nothing.
             ContractError: a sensitivity is not a finite number of at least 0, the version not an integer, or the
                 rollback not one of the two.
