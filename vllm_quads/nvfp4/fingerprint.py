@@ -31,8 +31,11 @@ _BIAS = (0x5BD1E995 * _MIX + 2**63) % 2**64 - 2**63  # so that words of zeros co
 _EXPERT_INDEX = re.compile(r"\.experts\.\d+\.")
 CODES_PER_WORD = 8
 TENSOR_COLUMNS = 1024
-_CHUNK = (1 << 24, 1 << 15)
-"""Words that are digested at a time: on a device, where each step is a launch, and on a CPU."""
+"""Words in a row of the matrix that `tensor_digest` reads a tensor as."""
+_CPU_CHUNK = 1 << 15
+"""Words that are digested at a time on a CPU, whose cache holds the two int64 temporaries then."""
+_DEVICE_CHUNK = 1 << 24
+"""The same on a device, where each step is a launch."""
 
 
 def _weights(count: int, offset: int, device: torch.device) -> Tensor:
@@ -47,8 +50,7 @@ def _words_digest(words: Tensor, row_offset: int, column_offset: int) -> Tensor:
     row_weights = _weights(rows, row_offset, words.device)
     column_weights = _weights(columns, column_offset, words.device)
     on_cpu = words.device.type == "cpu"
-    # Some rows at a time: two int64 temporaries that stay in a CPU's cache.
-    step = max(1, min(rows, _CHUNK[on_cpu] // max(1, columns)))
+    step = max(1, min(rows, (_CPU_CHUNK if on_cpu else _DEVICE_CHUNK) // max(1, columns)))
     bias = torch.full((1,), _BIAS, dtype=torch.int64, device=words.device)
     x = torch.empty(step, columns, dtype=torch.int64, device=words.device)
     shifted = torch.empty_like(x)

@@ -302,7 +302,7 @@ def _model_of(part: torch.nn.Module) -> torch.nn.Module:
     return max(sizes, key=lambda item: item[0])[1] if sizes else part
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- where an engine lives ---------------------------------------------------------------------------------------------
 
 
 def is_in_process(llm: Any) -> bool:

@@ -13,6 +13,7 @@ from vllm_quads.nvfp4 import MismatchError, RefitError, first_difference, unit_f
 from vllm_quads.plugin.config import QuadsConfig
 from vllm_quads.plugin.digests import MODULO
 from vllm_quads.plugin.inventory import Inventory, Plan
+from vllm_quads.plugin.open_refit import OpenRefit
 from vllm_quads.refit import Manifest, TensorSpec
 
 
@@ -85,16 +86,22 @@ def check_promised(spec: TensorSpec | None, outstanding: set[str], name: str, te
         )
 
 
+def require_undisturbed(refit: OpenRefit, config: QuadsConfig) -> None:
+    """Raise RefitError if weights have been loaded in another way since the refit began, or since it wrote them."""
+    loaders = {key: runtime.loader for key, runtime in config.runtimes.items()}
+    first = next((key for key, version in refit.versions.items() if loaders[key].version != version), None)
+    if first is not None or config.reloads.count != refit.reloads:
+        what = "weights were reloaded" if first is None else f"{first}: was loaded in another way"
+        raise RefitError(f"{what} while the refit was under way; load weights before a push or after it")
+
+
 def compare_digests(manifest: Manifest, own: Mapping[str, int], theirs: Mapping[str, int] | None) -> None:
     """Raise RefitError naming the first unit that the trainer digested otherwise, or if the fingerprints differ."""
-    if theirs is not None:
-        for unit in sorted({*own, *theirs}):
-            if unit not in own or unit not in theirs or (own[unit] - theirs[unit]) % MODULO:
-                raise RefitError(
-                    f"{unit}: the rollout arrived at other bytes than the trainer (digest "
-                    f"{_hex(own.get(unit))} != {_hex(theirs.get(unit))}): they do not hold the same quantized "
-                    f"weights"
-                )
+    if theirs is not None and (unit := _first_difference(own, theirs)) is not None:
+        raise RefitError(
+            f"{unit}: the rollout arrived at other bytes than the trainer (digest {_hex(own.get(unit))} != "
+            f"{_hex(theirs.get(unit))}): they do not hold the same quantized weights"
+        )
     fingerprint = unit_fingerprint(own)
     if manifest.fingerprint is not None and fingerprint != manifest.fingerprint:
         raise RefitError(
@@ -133,13 +140,13 @@ def compare_ranks(ranks: Sequence[Mapping[str, int] | None]) -> None:
 
 
 def _first_difference(own: Mapping[str, int], theirs: Mapping[str, int]) -> str | None:
-    if own == theirs:
-        return None
-    return next(n for n in (*own, *theirs) if n not in own or n not in theirs or own[n] != theirs[n])
+    """The first name that has another digest (modulo 2^64) on the other side, or none there; None if there is none."""
+    names = dict.fromkeys((*own, *theirs))
+    return next((n for n in names if n not in own or n not in theirs or (own[n] - theirs[n]) % MODULO), None)
 
 
 def _hex(digest: int | None) -> str:
     return "none" if digest is None else f"{digest % MODULO:016x}"
 
 
-__all__ = ["check_parallel", "check_promised", "compare_digests", "compare_plain", "compare_ranks", "planned"]
+__all__ = ["check_parallel", "check_promised", "compare_digests", "compare_plain", "compare_ranks", "planned", "require_undisturbed"]
