@@ -272,6 +272,7 @@ def tensors(device: str) -> None:
         collected.add(str(i), t.to(device))
     collected.add_all((str(i), t.to(device)) for i, t in enumerate(given) if i >= 6)
     assert collected.read() == {str(i): value % 2**64 for i, value in enumerate(expected.tolist())}
+    assert collected.read() is collected.read()  # the second one waits for nothing
     assert digest_tensors([]).numel() == 0
 
 

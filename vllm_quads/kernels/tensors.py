@@ -76,6 +76,8 @@ class TensorDigests:
 
     def start(self) -> None:
         """Digest what is held, and let it go."""
+        if not self._held:
+            return
         held, self._held, self._bytes, self._read = self._held, [], 0, None
         by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
         for name, tensor in held:
