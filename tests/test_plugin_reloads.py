@@ -139,6 +139,46 @@ def test_a_push_ends_a_reload_that_failed(
     assert as_engine(llm).status().state.value == "serving"
 
 
+@pytest.mark.parametrize("commits", [True, False], ids=["commit", "abort"])
+@pytest.mark.parametrize("way", ["reload", "failed reload", "load_weights"])
+def test_weights_that_come_amid_a_push_are_noticed(
+    way: str, commits: bool, llm: Any, policies: list[Tensors], expected: list[list[float]]
+) -> None:
+    """Weights that are loaded in another way between the tensors of a push and its end: it neither commits nor claims
+    that the previous weights were restored; nothing serves until the next push."""
+    push(llm, policies[0], None)
+    engine, items = as_engine(llm), list(policies[1].items())
+    others = {n: 1.5 * t for n, t in policies[0].items()}
+    engine.begin(manifest(llm, policies[1], None))
+    engine.load(items if commits else items[: len(items) // 2])
+    if way == "load_weights":
+        llm.apply_model(lambda model: model.load_weights(iter(others.items())))
+    elif way == "reload":
+        reload(llm, others)
+    else:
+        with pytest.raises(OSError, match="connection lost"):
+            reload(llm, FAILURES["late"](others))
+    if commits:
+        with pytest.raises(RefitError, match="was loaded in another way while the refit was under way"):
+            engine.commit()
+    engine.abort()
+    refuses(llm, "was loaded in another way while the refit was under way")
+    push(llm, policies[0], None)
+    assert scores(llm) == expected[0]
+
+
+def test_a_push_that_has_not_written_leaves_a_reload(llm: Any, policies: list[Tensors], expected: Any) -> None:
+    """Weights that are reloaded between the beginning of a push and its first tensor serve; the push has to begin
+    anew."""
+    push(llm, policies[0], None)
+    engine = as_engine(llm)
+    engine.begin(manifest(llm, policies[1], None))
+    reload(llm, policies[1])
+    with pytest.raises(RefitError, match=r"loaded in another way.*keep serving"):
+        engine.load(list(policies[1].items()))
+    assert scores(llm) == expected[1]
+
+
 def test_scales_of_a_failed_reload_are_forgotten(llm: Any, policies: list[Tensors], expected: Any) -> None:
     """Static activation scales that came with a failed reload do not stay with the weights that serve later."""
     scale = f"{EXPERT}.gate_proj.input_scale"

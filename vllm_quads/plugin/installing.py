@@ -20,7 +20,7 @@ from vllm_quads.plugin.config import QuadsConfig
 from vllm_quads.plugin.direct import DirectCopies
 from vllm_quads.plugin.inventory import Inventory, Plan, TensorName
 from vllm_quads.plugin.open_refit import OpenRefit
-from vllm_quads.plugin.refit_checks import check_promised
+from vllm_quads.plugin.refit_checks import check_promised, require_undisturbed
 from vllm_quads.plugin.runtime import settle_together
 from vllm_quads.refit import Lasting
 
@@ -138,6 +138,7 @@ class Installer:
         refit.units_left[unit.key] -= 1
         if refit.units_left[unit.key] == 0:
             loader.replaced()
+            refit.versions[unit.key] = loader.version
             refit.unsettled.append(unit.runtime)
 
     def _settle(self, refit: OpenRefit) -> None:
@@ -216,6 +217,7 @@ class Installer:
         if self._looks_first(refit):
             refit.flags.check()
         if not refit.touched:
+            require_undisturbed(refit, self._config)
             refit.touched = True
             self._config.refusal = (
                 f"a refit to policy version {refit.manifest.policy_version} is under way; commit or abort it first"

@@ -39,6 +39,10 @@ class OpenRefit:
     """Layer -> units that are not installed yet."""
     before: dict[str, int]
     """Digests of the units of this rank before the refit."""
+    reloads: int
+    """How many reloads by vLLM had begun before."""
+    versions: dict[str, int]
+    """Layer -> version of its loader, as this refit has left it: a higher one has been loaded by somebody else."""
     partial: list[str]
     """Layers that held half-loaded weights before the refit."""
     serving_before: str | None

@@ -38,7 +38,7 @@ from vllm_quads.plugin.inventory import Inventory
 from vllm_quads.plugin.open_refit import OpenRefit
 from vllm_quads.plugin.phases import PhaseTimer
 from vllm_quads.plugin.policy import config_of, end_together, refresh_compensation
-from vllm_quads.plugin.refit_checks import compare_digests, compare_plain, compare_ranks, planned
+from vllm_quads.plugin.refit_checks import compare_digests, compare_plain, compare_ranks, planned, require_undisturbed
 from vllm_quads.plugin.streams import current_stream, ordered
 from vllm_quads.plugin.undo import UndoLog
 from vllm_quads.refit import EngineState, Manifest, RefitCounters, RefitReport, RefitStatus, Rollback
@@ -244,6 +244,8 @@ class RefitSession:
             outstanding=set(manifest.tensors),
             units_left=units_left,
             before=self._digests() if keeps else {},
+            reloads=self._config.reloads.count,
+            versions={k: r.loader.version for k, r in self._config.runtimes.items()},
             partial=[k for k, r in self._config.runtimes.items() if r.loader.is_partial()],
             serving_before=self._config.refusal,
             undo=self._undo if keeps else None,
@@ -287,6 +289,7 @@ class RefitSession:
         if refit.outstanding:
             missing = next(n for n in refit.manifest.tensors if n in refit.outstanding)
             raise RefitError(f"{missing}: was promised by the manifest but never sent")
+        require_undisturbed(refit, self._config)
         self._inventory.watch_written(refit.status, refit.flags)
         refit.flags.check()
         self._absorb()
@@ -423,6 +426,7 @@ class RefitSession:
     @torch.no_grad()
     def _restore(self, refit: OpenRefit, undo: UndoLog) -> None:
         config = self._config
+        require_undisturbed(refit, config)  # or what is restored would meet what was loaded
         undo.restore()
         self._recall(refit)
         for runtime in config.runtimes.values():

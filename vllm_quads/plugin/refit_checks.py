@@ -91,7 +91,8 @@ def require_undisturbed(refit: OpenRefit, config: QuadsConfig) -> None:
     loaders = {key: runtime.loader for key, runtime in config.runtimes.items()}
     first = next((key for key, version in refit.versions.items() if loaders[key].version != version), None)
     if first is not None or config.reloads.count != refit.reloads:
-        what = "weights were reloaded" if first is None else f"{first}: was loaded in another way"
+        name = "" if first is None else loaders[first].matrices[0].name
+        what = "weights were reloaded" if first is None else f"{name}: was loaded in another way"
         raise RefitError(f"{what} while the refit was under way; load weights before a push or after it")
 
 

@@ -30,6 +30,8 @@ class Reloads:
     def __init__(self, runtimes: Mapping[str, LayerRuntime]) -> None:
         self._runtimes = runtimes
         self._marks: tuple[_Mark, _Mark] | None = None
+        self.count = 0
+        """How many reloads have begun."""
         self._begun = False
         """True if a reload has begun, and may not have ended."""
         self._reason = ""
@@ -92,6 +94,7 @@ class Reloads:
         if compat.restart_reload(self._marks[0]):
             self._refuse("it was not finished")
         self._begun = True
+        self.count += 1
 
     def _goes_on(self) -> None:
         assert self._marks is not None
