@@ -150,4 +150,12 @@ def _hex(digest: int | None) -> str:
     return "none" if digest is None else f"{digest % MODULO:016x}"
 
 
-__all__ = ["check_parallel", "check_promised", "compare_digests", "compare_plain", "compare_ranks", "planned", "require_undisturbed"]
+__all__ = [
+    "check_parallel",
+    "check_promised",
+    "compare_digests",
+    "compare_plain",
+    "compare_ranks",
+    "planned",
+    "require_undisturbed",
+]
