@@ -25,10 +25,13 @@ _HELD_BYTES = 64 * 1024**2
 
 def digest_tensors(tensors: Sequence[Tensor]) -> Tensor:
     """Digests int64 [n] of n tensors of one device, of any shapes and dtypes, as `tensor_digest`."""
-    device = tensors[0].device if tensors else torch.device("cpu")
-    triton = w._triton(tensors[0]) if tensors else None
-    if triton is None:
-        return torch.stack([tensor_digest(t) for t in tensors]) if tensors else torch.zeros(0, dtype=torch.int64)
+    if not tensors:
+        return torch.zeros(0, dtype=torch.int64)
+    if w._triton(tensors[0]) is None:
+        return torch.stack([tensor_digest(t) for t in tensors])
+    from vllm_quads.kernels.digests_triton import digest_tensors_kernel
+
+    device = tensors[0].device
     out = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     kept = []  # copies live until the launches are enqueued
     launches: dict[int, list[int]] = {}
@@ -46,9 +49,7 @@ def digest_tensors(tensors: Sequence[Tensor]) -> Tensor:
     for programs, entries in launches.items():
         table = torch.tensor(entries, dtype=torch.int64).to(device, non_blocking=True)
         with on_device(device):
-            triton.digest_tensors_kernel[(programs, len(entries) // 3)](
-                table, out, COLUMNS=TENSOR_COLUMNS, num_warps=w._WARPS
-            )
+            digest_tensors_kernel[(programs, len(entries) // 3)](table, out, COLUMNS=TENSOR_COLUMNS, num_warps=w._WARPS)
     return out
 
 

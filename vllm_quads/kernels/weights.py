@@ -247,10 +247,11 @@ def digest_stack(
     if out is None:
         out = torch.empty(lead, dtype=torch.int64, device=packed.codes.device)
     _check_out(out, lead, torch.int64, "digests")
-    triton = _triton(packed.codes)
-    if triton is None:
+    if _triton(packed.codes) is None:
         value = packed_digest(packed.packed(), row_offset=row_offset, k_offset=k_offset, count_global=count_global)
         return out.copy_(value)
+    from vllm_quads.kernels.digests_triton import digest_kernel
+
     codes, matrices, (rows, half_k) = _stack(packed.codes)
     scales = _stack(packed.block_scales)[0]
     words = codes.view(torch.int32)
@@ -261,7 +262,7 @@ def digest_stack(
     programs = across * groups
     out.zero_()
     with on_device(codes.device):
-        triton.digest_kernel[(programs, matrices)](
+        digest_kernel[(programs, matrices)](
             *(words, scales.view(torch.uint8), packed.decode_scale.contiguous(), out, rows, half_k // 4),
             *(words.stride(0), words.stride(1), scales.stride(0), scales.stride(1)),
             *(row_offset, k_offset // CODES_PER_WORD),
