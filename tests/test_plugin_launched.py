@@ -215,8 +215,7 @@ def worker(rank: int, port: int, checkpoint: str, directory: str) -> None:
         one_bit(router)
     note("router", error=outcome(sync.push), fitted=outcome(lambda: sync.push(packed=False)))
     if rank == 1:
-        one_bit(router)
-    if rank == 1:
+        one_bit(router)  # as it was
         change(whole)
     note("different", error=outcome(sync.push))
     dist.barrier()

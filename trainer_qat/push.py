@@ -99,7 +99,8 @@ class Push:
                     last = name
                     yield name, tensor
                 if stream.sharded:  # what may fail has to fail before all ranks say that they are well
-                    stream.digests(), stream.plain_digests()
+                    stream.digests()
+                    stream.plain_digests()
             except Exception as e:
                 # All ranks come to the end first: an engine that hears of the error may wait for them in a vote.
                 self._conclude(e)

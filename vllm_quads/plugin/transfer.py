@@ -294,7 +294,7 @@ class QuadsTransferEngine(WeightTransferEngine):
     def _commit(self, digests: Mapping[str, int] | None = None, plain: Mapping[str, int] | None = None) -> None:
         """On all ranks or on none. Two votes, which every rank comes to, whatever fails on it: whether all are well,
         and how it has ended."""
-        values: tuple[dict[str, int] | None, ...] = (None, None)
+        values: tuple[dict[str, int] | None, dict[str, int] | None] = (None, None)
         try:
             if self._version is None:
                 raise RefitError("commit came before a manifest")
@@ -360,7 +360,7 @@ def _integers(digests: Mapping[str, Any] | None) -> dict[str, int] | None:
     return None if digests is None else {name: int(value) for name, value in digests.items()}
 
 
-def _text(error: Exception) -> str:
+def _text(error: BaseException) -> str:
     return str(error) if isinstance(error, QuadsError) else f"{type(error).__name__}: {error}"
 
 
