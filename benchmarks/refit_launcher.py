@@ -135,7 +135,7 @@ def obey(connection: Connection, llm: Any) -> Any:
 
 
 class RanksControl:
-    """`vllm_quads.refit.remote.Control` of an engine whose ranks `obey`."""
+    """`vllm_quads.refit.transport.Control` of an engine whose ranks `obey`."""
 
     label = "two processes"
     can_pause = False

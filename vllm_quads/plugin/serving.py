@@ -17,7 +17,8 @@ from typing import Any
 from vllm_quads.nvfp4 import RefitError
 from vllm_quads.plugin import compat
 from vllm_quads.refit.planes import InlinePlane
-from vllm_quads.refit.remote import DataPlane, InFlight, RemoteEngine
+from vllm_quads.refit.remote import InFlight, RemoteEngine
+from vllm_quads.refit.transport import DataPlane
 
 _ENGINES: weakref.WeakKeyDictionary[Any, RemoteEngine] = weakref.WeakKeyDictionary()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's side of CUDA IPC and of vLLM's NCCL transport, as data planes of `vllm_quads.refit.remote`."""
+"""The trainer's side of CUDA IPC and of vLLM's NCCL transport, as data planes of `vllm_quads.refit.transport`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm_quads.nvfp4 import RefitError
 from vllm_quads.plugin import compat
 from vllm_quads.plugin.transfer_receive import encode_handle
-from vllm_quads.refit.remote import WORKER, Control, Messenger
+from vllm_quads.refit.transport import WORKER, Control, Messenger
 
 _BUCKET = 512 * 2**20
 _SMALL = 2**20

@@ -27,8 +27,9 @@ from typing import Any
 
 from vllm_quads.nvfp4 import RefitError
 from vllm_quads.refit.planes import DiskPlane
-from vllm_quads.refit.remote import DataPlane, InFlight, RemoteEngine
+from vllm_quads.refit.remote import InFlight, RemoteEngine
 from vllm_quads.refit.report import RefitReport
+from vllm_quads.refit.transport import DataPlane
 
 _LOCAL = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 

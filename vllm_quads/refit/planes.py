@@ -18,7 +18,7 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 
 from vllm_quads.nvfp4 import RefitError
-from vllm_quads.refit.remote import Control, Messenger
+from vllm_quads.refit.transport import Control, Messenger
 
 _BUCKET = 256 * 2**20
 _PREFIX = "quads-refit-"
