@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("vllm")
 
+from vllm import SamplingParams
+
 from vllm_quads.nvfp4 import RefitError
 from vllm_quads.refit import as_engine
 
@@ -196,6 +198,9 @@ def test_half_sent_weights_leave_no_request(llm: Any, policies: list[Tensors], e
     name = f"{EXPERT}.gate_proj.weight"
     llm.apply_model(lambda model: model.load_weights([(name, policies[0][name])]))
     refuses(llm, "up_proj.weight: was not sent")
+    with pytest.raises(RefitError, match="was not sent"):
+        llm.generate([{"prompt_token_ids": [5, 9]}], SamplingParams(n=3, detokenize=False), use_tqdm=False)
+    assert not llm.llm_engine.output_processor.parent_requests
     push(llm, policies[0], None)
     assert scores(llm) == expected[0]
 

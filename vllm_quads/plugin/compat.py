@@ -430,7 +430,8 @@ def give_up_requests() -> None:
     for frame, _ in traceback.walk_stack(None):
         engine = frame.f_locals.get("self")
         if isinstance(engine, LLMEngine):
-            states = list(engine.output_processor.request_states)
+            kept = engine.output_processor
+            ids = [*kept.request_states, *kept.parent_requests]  # a parent has one request for each of its samples
             internal = "internal" in inspect.signature(engine.abort_request).parameters
-            engine.abort_request(states, internal=True) if internal else engine.abort_request(states)
+            engine.abort_request(ids, internal=True) if internal else engine.abort_request(ids)
             return
