@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from unittest.mock import Mock
 
 import pytest
@@ -61,6 +61,24 @@ def test_engine_receives_the_exported_checkpoint(make: object, tmp_path: object)
         same = tensor.reshape(-1).view(torch.uint8), received[name].reshape(-1).view(torch.uint8)
         assert torch.equal(*same), name
     assert len(engine.serving) < 0.6 * len(saved)
+
+
+@pytest.mark.parametrize("make", [qwen3, mixtral])
+def test_only_what_lies_in_the_model_may_be_held(make: Callable[[], nn.Module]) -> None:
+    """An engine may hold any number of tensors that are the model's own memory; where some are copies (experts that
+    stay in BF16, which a checkpoint has one by one; a matrix that lies transposed), it is told to hold few at a time.
+    """
+    for ignore, transposed, expected in (((), False, True), (("model.layers.0.*",), False, False), ((), True, False)):
+        model = make().to(torch.bfloat16)
+        if transposed:
+            weight = model.get_parameter("model.embed_tokens.weight")
+            weight.data = weight.data.t().contiguous().t()
+        sync, _ = pair(model, Contract(ignore=ignore))
+        stream = push_stream.PushStream(sync.payload)
+        stream.check()
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        plain = [t for _, t in stream.tensors() if t.dtype == torch.bfloat16]
+        assert stream.resident == expected == all(t.untyped_storage().data_ptr() in own for t in plain)
 
 
 def test_bf16_push_gives_the_same_bytes() -> None:

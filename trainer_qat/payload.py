@@ -303,6 +303,13 @@ class Payload:
         new = self._renamed[name]
         return self.convert(name, tensor) if new is None else {new: tensor}
 
+    def is_kept(self, name: str, tensor: Tensor) -> bool:
+        """True if a parameter is only renamed; False if tensors are made of it, as of experts that a checkpoint has one
+        by one."""
+        if name not in self._renamed:
+            self.plain_specs(name, tensor)
+        return self._renamed[name] is not None
+
     def convert(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Checkpoint names and tensors of one parameter."""
         name = Adapters.plain_name(_INNER_WRAPPERS.sub("", name))

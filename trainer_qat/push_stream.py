@@ -85,12 +85,15 @@ class PushStream:
     def _buffers(self) -> list[tuple[str, Tensor]]:
         return list(self._payload.buffers())
 
-    @property
+    @cached_property
     def resident(self) -> bool:
-        """True if weights that are not quantized are sent as they lie in the model; False if some are gathered, cast or
-        merged first."""
-        plain = (p for _, p, weight in self._parameters if weight is None)
-        return not self.sharded and not self._payload.merges and all(p.dtype == plain_dtype(p.dtype) for p in plain)
+        """True if weights that are not quantized are sent as they lie in the model; False if some are gathered, cast,
+        merged or rearranged first."""
+        plain = ((name, p) for name, p, weight in self._parameters if weight is None)
+        return (not self.sharded and not self._payload.merges) and all(
+            p.dtype == plain_dtype(p.dtype) and p.is_contiguous() and self._payload.is_kept(name, p)
+            for name, p in plain
+        )
 
     def specs(self) -> dict[str, TensorSpec]:
         """Shape and dtype of every tensor, in the order of sending; computes and gathers nothing.
