@@ -123,7 +123,7 @@ INTERRUPTS = {
     "interrupted while it gathers": (1, "trainer_qat.push_stream:PushStream", "_gather", 3),
     "interrupted in the first vote": (0, "vllm_quads.plugin.launched", "_vote", 1),
     "interrupted in the second vote": (1, "vllm_quads.plugin.launched", "_vote", 2),
-    "interrupted after the commit": (0, "trainer_qat.push_stream:PushStream", "fingerprint", 1),
+    "interrupted after the commit": (0, "trainer_qat.push:Push", "_settle", 1),
 }
 """Case -> on which rank, before which call of whose function, Ctrl-C is pressed."""
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -25,7 +26,7 @@ pytest.importorskip("vllm")
 
 from trainer_qat import RolloutSync
 from vllm_quads.nvfp4 import RefitError
-from vllm_quads.plugin import compat, transfer_send
+from vllm_quads.plugin import compat, transfer, transfer_send
 from vllm_quads.plugin.metrics import RefitMetrics
 from vllm_quads.plugin.serving import LlmEngine
 from vllm_quads.plugin.transfer_receive import Receivers, decode_handle
@@ -229,6 +230,34 @@ def test_a_failed_update_does_not_block_the_next(shared: tuple[Any, Any]) -> Non
     assert as_engine(llm).fingerprint() == before
     sync = RolloutSync(model, rollout)
     assert sync.push().fingerprint == as_engine(llm).fingerprint()
+
+
+def test_exceptions_that_vllm_sees_leave_no_update_open(shared: tuple[Any, Any]) -> None:
+    """Ctrl-C amid a message, after which vLLM takes the update for closed, and an exception at its end, after which it
+    takes it for open: the engine serves the weights of before, or those that were committed, and the next push is
+    like any other."""
+    llm, model = shared
+    train(model, 5)
+    sync = RolloutSync(model, LlmEngine(llm, InlinePlane(bucket_bytes=20000)))
+    fingerprint, before = sync.push().fingerprint, scores(llm)
+    train(model, 6)
+    receive, calls = Receivers.receive, itertools.count()
+
+    def interrupted(receivers: Receivers, *arguments: Any) -> None:
+        receive(receivers, *arguments)
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+
+    with mock.patch.object(Receivers, "receive", interrupted), pytest.raises(KeyboardInterrupt):
+        sync.push()
+    assert (as_engine(llm).fingerprint(), scores(llm)) == (fingerprint, before)
+    late = mock.patch.object(transfer, "refuse_together", side_effect=RuntimeError("at the end"))
+    with late, pytest.raises(RefitError, match="at the end.*was committed"):
+        sync.push()
+    report = sync.push()
+    assert report.fingerprint == as_engine(llm).fingerprint() != fingerprint
+    assert scores(llm) != before
+    RolloutSync(model, llm).push()
 
 
 def test_an_update_of_another_trainer_is_not_aborted(shared: tuple[Any, Any]) -> None:

@@ -116,7 +116,7 @@ class Push:
                 began = True
                 engine.load(Lasting(tensors, resident=stream.resident))
             stream.check_unchanged()
-            digests, plain = stream.digests(), stream.plain_digests()
+            digests, plain, fingerprint = stream.digests(), stream.plain_digests(), stream.fingerprint()
             error = self._agree_to_commit(None)
             if error is not None:
                 raise error
@@ -136,7 +136,6 @@ class Push:
             ) from e
         finally:
             tensors.close()
-        fingerprint = stream.fingerprint()
         if fingerprint is not None and report.fingerprint != fingerprint:
             raise MismatchError(
                 f"policy version {manifest.policy_version}: the engine serves weights with fingerprint "

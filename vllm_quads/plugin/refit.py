@@ -177,7 +177,13 @@ class RefitSession:
                 raise
             raise self._ended(e) from e
         slowest = {p: max(s.get(p, 0.0) for _, _, s, _ in outcomes) for _, _, own_s, _ in outcomes for p in own_s}
-        return self._committed(refit, own or {}, totals, slowest, (digests is not None, plain is not None))
+        try:
+            return self._committed(refit, own or {}, totals, slowest, (digests is not None, plain is not None))
+        except BaseException as e:
+            if self._open is None and self._config.refusal is not None:  # too late to go back
+                version = refit.manifest.policy_version
+                self._config.refusal = f"a refit to policy version {version} failed as it was committed; {REFUSES}"
+            raise self._ended(e) from e
 
     def settle(self, error: str | None) -> str | None:
         """Hear how the commit has ended on all ranks: see `policy.end_together`. A collective.

@@ -206,6 +206,12 @@ class QuadsTransferEngine(WeightTransferEngine):
 
     def receive_weights(self, update_info: QuadsUpdateInfo) -> None:
         """One message of an update."""
+        try:
+            self._receive(update_info)
+        except Exception as e:  # or vLLM would take the update for closed
+            self._fail(_text(e), "transport")
+
+    def _receive(self, update_info: QuadsUpdateInfo) -> None:
         operations: dict[str, tuple[Callable[..., None], str]] = {
             "begin": (self._begin, "manifest"),
             "load": (self._load, "tensor"),
@@ -236,12 +242,14 @@ class QuadsTransferEngine(WeightTransferEngine):
 
     def finish_weight_update(self) -> None:
         """Close the update; what was not committed is given up."""
-        self._ends_before = self._ends()
-        if self._open and not self._committed and self._failure is None:
-            self._fail("the update was finished without a commit", "interrupted")
-        self._end_session()
-        refuse_together(config_of(self.model))
-        self._open, self._owner = False, None
+        try:
+            self._ends_before = self._ends()
+            if self._open and not self._committed and self._failure is None:
+                self._fail("the update was finished without a commit", "interrupted")
+            self._end_session()
+            refuse_together(config_of(self.model))
+        finally:
+            self._open, self._owner = False, None
         unread = None if self._read else self._failure
         self._read = True
         if unread is not None and self._rank == self._ranks - 1:

@@ -188,7 +188,7 @@ class RemoteEngine:
         with self._ending_on_failure():
             self._plane.connect(self._control, self._instance)
             self._claim()
-            self._control.start()
+            self._start_update()
             self._started = True
             self._update(message)
             self._pause(refusing=status["state"] == "refusing")
@@ -303,7 +303,7 @@ class RemoteEngine:
             self._resume = False  # not this trainer's to end or to resume
             return f"{self._control.label}: was started anew" if restarted else "status() tells what serves"
         if is_open:
-            _Owned(self._control, status["owner"]).update({"op": "abort"})
+            self._abort_update(status["owner"])
             status = self._status()  # also tells the workers that their failure has been read
         refuses = status["state"] == "refusing"
         if not refuses:
@@ -313,6 +313,23 @@ class RemoteEngine:
         if refuses:
             raise RefitError(f"{self._control.label}: {_REFUSES} ({status['reason']}); it stays paused")
         return KEEP_SERVING
+
+    def _start_update(self) -> None:
+        """Open an update. After an exception in the end of one vLLM may take it for open, which workers have closed."""
+        try:
+            self._control.start()
+        except RefitError:
+            self._control.finish()
+            self._control.start()
+
+    def _abort_update(self, owner: str | None) -> None:
+        """Abort the update that is open in the workers. After an exception or an interrupt in one of its calls vLLM
+        takes it for closed; then it is opened once more, which ends what the workers had open."""
+        try:
+            _Owned(self._control, owner).update({"op": "abort"})
+        except RefitError:
+            self._control.start()
+            _Owned(self._control, None).update({"op": "abort"})
 
     def _update(self, message: Mapping[str, Any]) -> dict[str, Any]:
         _Owned(self._control, self._session).update(message)
