@@ -86,6 +86,8 @@ class RemoteEngine:
         except ValueError:
             raise RefitError(f"in_flight: is {in_flight!r}, expected one of {[m.value for m in InFlight]}") from None
         self._session: str | None = None
+        self._before = 0
+        """Policy version when the session began."""
         self._instance = ""
         """Of the engine that the session is with."""
         self._started = False
@@ -185,6 +187,7 @@ class RemoteEngine:
             )
         self._wake_weights(status)
         self._session, self._instance, self._started = uuid.uuid4().hex, str(status["instance"]), False
+        self._before = int(status["policy_version"])
         with self._ending_on_failure():
             self._plane.connect(self._control, self._instance)
             self._claim()
@@ -312,6 +315,8 @@ class RemoteEngine:
             self._control.finish()
         if refuses:
             raise RefitError(f"{self._control.label}: {_REFUSES} ({status['reason']}); it stays paused")
+        if mine is not None and status["policy_version"] != self._before:  # and what failed came after
+            return f"policy version {status['policy_version']} was committed and serves"
         return KEEP_SERVING
 
     def _start_update(self) -> None:
