@@ -25,4 +25,4 @@ class CheckpointError(QuadsError):
 
 
 class RefitError(QuadsError):
-    """A weight refit was refused or rolled back; the previous weights keep serving."""
+    """A weight refit was refused or failed; the message says what serves."""

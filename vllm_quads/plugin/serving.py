@@ -38,13 +38,21 @@ class LlmControl:
         try:
             return list(self._llm.collective_rpc(method, args=args))
         except Exception as e:
-            raise RefitError(f"{self.label}: {method} failed: {e}") from e
+            raise self._failed(method, e) from e
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         try:
             return getattr(self._llm, method)(*args, **kwargs)
         except Exception as e:
-            raise RefitError(f"{self.label}: {method} failed: {e}") from e
+            raise self._failed(method, e) from e
+
+    def _failed(self, method: str, error: Exception) -> RefitError:
+        ended = type(error).__name__ == "EngineDeadError" or str(error).endswith("cancelled")
+        advice = (
+            "; the engine has ended, make a new LLM (if the system's log says out of memory: set "
+            "VLLM_CPU_KVCACHE_SPACE on a CPU, or gpu_memory_utilization)"
+        )
+        return RefitError(f"{self.label}: {method} failed: {error}{advice if ended else ''}")
 
     def init(self, info: Mapping[str, Any]) -> None:
         """`init_weight_transfer_engine`."""
@@ -127,7 +135,7 @@ class AsyncControl:
         if inside:
             raise RefitError(
                 "AsyncLLM: a refit waits for the engine's event loop, so that it cannot run in that loop's own thread; "
-                "use `await asyncio.to_thread(sync.push)`"
+                "use `await asyncio.to_thread(RolloutSync, model, llm)` or `await asyncio.to_thread(sync.push)`"
             )
         if not loop.is_running():
             raise RefitError("AsyncLLM: its event loop is not running; keep it running in a thread of its own")

@@ -239,6 +239,8 @@ def _plane(data: str, control: HttpControl, directory: str | Path | None) -> Dat
             )
         return DiskPlane(directory)
     if data in ("nccl", "ipc"):
+        if not torch.cuda.is_available():
+            raise RefitError(f"data={data!r} needs a GPU for the trainer, and torch sees none; use 'disk'")
         try:
             from vllm_quads.plugin.transfer_send import IpcPlane, NcclPlane
         except ImportError as e:

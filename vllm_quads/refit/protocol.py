@@ -109,6 +109,7 @@ def as_engine(obj: Any) -> RolloutEngine:
         if engine is not None:
             return engine
     raise RefitError(
-        f"{type(obj).__name__} is not a rollout engine that QUADS knows: pass an in-process vLLM `LLM` started with "
-        f'quantization="quads", or an object with the methods of `vllm_quads.refit.RolloutEngine`'
+        f"{type(obj).__name__} is not a rollout engine that QUADS knows: pass a vLLM `LLM` or `AsyncLLM` started "
+        f'with quantization="quads", the address of a server (http://host:8000), or an object with the methods of '
+        f"`vllm_quads.refit.RolloutEngine`"
     )

@@ -26,8 +26,9 @@ class RefitReport:
     """Seconds per phase: `validate`, `transfer` (waiting for tensors, and moving them), `quantize`, `undo` (keeping the
     previous bytes), `install` (digests of what is written included), `derive` (operands recomputed from weights and
     compensation state), `verify` (digests of what is not quantized, and reading all digests); of the slowest rank. On a
-    GPU `transfer` also holds time of the host, while the device is at another phase. A trainer adds its own under
-    `trainer_...`; `trainer_total` is the whole push by the clock."""
+    GPU `transfer` also holds time of the host, while the device is at another phase. For an engine in other processes
+    the `client_...` are the trainer's clock around these phases, which they contain. A trainer adds its own under
+    `trainer_...`; `trainer_total` is the whole push by the clock, `client_total` the whole load of a checkpoint."""
     digests: Mapping[str, int] = field(default_factory=dict)
     """Digest of each unit (see `nvfp4.fingerprint`), over all ranks."""
     payload: str = "packed"
@@ -41,11 +42,11 @@ class RefitReport:
     @property
     def total_seconds(self) -> float:
         """Of the whole push by the trainer's clock, if it told; else the sum of the engine's phases."""
-        total = self.seconds.get("trainer_total")
-        return total or sum(s for phase, s in self.seconds.items() if not phase.startswith("trainer_"))
+        total = self.seconds.get("trainer_total") or self.seconds.get("client_total")
+        return total or sum(s for phase, s in self.seconds.items() if not phase.startswith(("trainer_", "client_")))
 
     def __str__(self) -> str:
-        parts = ((p, s) for p, s in self.seconds.items() if s >= 1e-3 and p != "trainer_total")
+        parts = ((p, s) for p, s in self.seconds.items() if s >= 1e-3 and not p.endswith("_total"))
         phases = ", ".join(f"{phase} {s:.3g} s" for phase, s in parts)
         checked = "not compared with the trainer"
         if self.fingerprint_verified:
