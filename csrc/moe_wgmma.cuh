@@ -185,7 +185,8 @@ __device__ __forceinline__ void compute_unit(const GemmArgs& p, const Shifts& sh
 
   // Tokens 8 j .. 8 j + 7 are finished by K group j % KG, summed in the order of the K groups.
   if (KG > 1) {
-    float4* reduce = reinterpret_cast<float4*>(smem + l.reduce_offset) + rg * (KG - 1) * (N / 8) * RT * 128 + thread;
+    // A part of its own for each row group, whatever N: a group may be a unit, of fewer tokens, ahead of the other.
+    float4* reduce = reinterpret_cast<float4*>(smem + l.reduce_offset) + rg * (KG - 1) * (p.max_tokens / 8) * RT * 128 + thread;
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
       const int owner = j % KG;

@@ -6,6 +6,7 @@
 
 #include "emulation.cuh"
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -42,6 +43,7 @@ struct Barrier {
 };
 inline std::map<uint32_t, Barrier> mbarriers;
 inline Barrier named[16], warps[32];
+inline int late = 0;  // milliseconds that the first row group takes to come out of a named barrier
 
 // A barrier of `threads` threads.
 inline void meet(Barrier& b, int threads, uint32_t name) {
@@ -113,6 +115,9 @@ inline void cp_async_wait() {}
 
 template <typename V>
 inline void load_shared(uint32_t address, V& v) { std::memcpy(&v, emulation::shared + address, sizeof v); }
-inline void named_barrier(int id, int threads) { emulation::meet(emulation::named[id], threads, id); }
+inline void named_barrier(int id, int threads) {
+  emulation::meet(emulation::named[id], threads, id);
+  if (id == 1) std::this_thread::sleep_for(std::chrono::milliseconds(emulation::late));
+}
 
 }  // namespace quads
